@@ -1,0 +1,394 @@
+"""Checkpoints that any layout can load: tensors by torch.distributed.checkpoint, the rest as JSON.
+
+    <dump_folder>/checkpoint/step-20/
+        .metadata, __0_0.distcp, ...   tensors: model.<name>, optimizer.<name>.<moment>
+        state.json                     step, sequences consumed, what the data order depends on
+        manifest.json                  size and hash of every file
+
+A save is written to a staging folder, made durable, and published by one rename; so a folder called step-N is whole,
+and what happened to it later is found by its manifest. In the background a save is written by a thread: it ends with
+its process, and cannot publish anything after a restart. Loading runs no pickle: torch's .metadata is one, and is read
+by an unpickler that knows only the classes of a checkpoint's table of contents.
+"""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from components.config import Checkpoint, ConfigError
+from components.distributed import gather
+
+STAGING = ".staging-"
+REPLACED = ".replaced-"
+_TIMEOUT = timedelta(hours=1)  # for ranks that wait while others write, or while the first one makes files durable
+_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
+
+
+class Checkpointer:
+    """Saves and loads one run's checkpoints. Every method is called by all ranks together."""
+
+    def __init__(
+        self, folder: Path, config: Checkpoint, stages: list[nn.Module], optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
+        # A group of its own: what a save in the background asks of other ranks must not mix with training's questions.
+        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
+        self._pending: Future[None] | None = None
+        self._all_done: tuple[Tensor, dist.Work | None] | None = None
+
+    def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
+        """Write step-<step>, publish it, and remove what keep_latest_k no longer keeps.
+
+        With async_mode = "async" this waits only for the save before it and for a copy of the tensors.
+
+        Raises:
+            OSError: on every rank, if any of them could not write; older checkpoints are untouched.
+        """
+        self.wait()
+        tensors = self._tensors(with_optimizer=not model_only)
+        state = {**state, "step": step, "model_only": model_only}
+        if self._background is None:
+            self._save(tensors, state)
+        else:
+            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+            self._pending = self._background.submit(self._save, copies, state)
+
+    def wait(self) -> None:
+        """Wait until the save in the background, if there is one, is published. Raises as save does."""
+        pending, self._pending, self._all_done = self._pending, None, None
+        if pending is not None:
+            pending.result()
+
+    def poll(self) -> None:
+        """Raise what a save in the background failed with, on every rank at the same step. Called each step.
+
+        Never waits for the save: each step starts a reduction and reads the one that the step before started.
+        """
+        if self._pending is None:
+            return
+        before, done = self._all_done, torch.tensor([self._pending.done()], dtype=torch.int32)
+        self._all_done = done, dist.all_reduce(done, dist.ReduceOp.MIN, async_op=True)
+        if before is None:
+            return
+        if before[1] is not None:
+            before[1].wait()
+        if before[0].item():
+            self.wait()
+
+    def load(self, step: int = -1) -> dict[str, Any] | None:
+        """Resume from the newest checkpoint that verifies, or from the given step; its state, or None if there is none.
+
+        Raises:
+            ConfigError: the given step is not there or does not verify, or the tensors do not fit the model.
+        """
+        # The first rank decides what is there: it renames folders while others might be listing them.
+        steps = self._together(self._tidy, first_only=True)[0]
+        if step != -1:
+            folder = self.folder / f"step-{step}"
+            if reason := _fault(folder) or _incomplete(folder):
+                there = ", ".join(str(number) for number, _ in steps) or "none"
+                raise ConfigError(f"checkpoint.load_step = {step}: {folder}: {reason}. Steps there: {there}")
+            return self.load_folder(folder)
+        for _, folder in reversed(steps):
+            corrupt = _fault(folder)
+            reason = corrupt or _incomplete(folder)
+            if reason is None:
+                return self.load_folder(folder)
+            _say(f"checkpoint {folder} passed over: {reason}")
+            if corrupt:
+                self._together(partial(_quarantine, folder), first_only=True)
+        return None
+
+    def load_initial(self) -> dict[str, Any] | None:
+        """Start from checkpoint.initial_load_path; its state, or None where only the weights are taken.
+
+        Raises:
+            ConfigError: nothing there verifies, or the tensors do not fit the model.
+        """
+        path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
+        steps = self._together(lambda: _steps(path), first_only=True)[0]
+        reasons = [] if steps else [f"{path}: no step-N folder in it"]
+        for folder in [folder for _, folder in reversed(steps)] or [path]:
+            reason = _fault(folder) or (None if model_only else _incomplete(folder))
+            if reason is None:
+                state = self.load_folder(folder, model_only)
+                return None if model_only else state
+            reasons.append(f"{folder}: {reason}")
+            _say(f"checkpoint {folder} passed over: {reason}")
+        raise ConfigError(f"checkpoint.initial_load_path: {'; '.join(reasons)}")
+
+    def load_folder(self, folder: Path, model_only: bool = False) -> dict[str, Any]:
+        """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state."""
+        with_optimizer = not (model_only or "optimizer" in self.config.exclude_from_loading)
+        if with_optimizer:
+            _allocate_state(self.optimizer)
+        tensors = self._tensors(with_optimizer)
+        reader = _Reader(folder)
+        try:
+            if misfits := list(_misfits(tensors, reader.read_metadata())):
+                raise ConfigError([f"{folder} does not fit this model: {misfit}" for misfit in misfits])
+            dcp.load(tensors, storage_reader=reader, process_group=self._group)
+        except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
+            reasons = [_cause(error) for error in _failures(failure).values()]
+            raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
+        return _read_json(folder / "state.json")
+
+    def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
+        """What is saved, by layout-free names; loading writes into the same tensors."""
+        tensors: dict[str, Tensor] = {}
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                tensors[f"model.{name}"] = parameter.detach()
+                moments = self.optimizer.state.get(parameter, {}) if with_optimizer else {}
+                assert moments or not (with_optimizer and self.optimizer.state), f"{name} has no moments"
+                tensors |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items()}
+        return tensors
+
+    def _together(self, action: Callable[[], Any], first_only: bool = False) -> list:
+        """Run action on every rank, or on the first alone; returns every rank's result, to every rank.
+
+        Raises:
+            OSError: on every rank, if it failed on any: none is left waiting for the others.
+        """
+        value, error = None, None
+        if dist.get_rank() == 0 or not first_only:
+            try:
+                value = action()
+            except (Exception, dcp.CheckpointException) as failure:
+                own = _failures(failure).get(dist.get_rank())
+                error = _cause(own) if own else None
+        reports: list = [None] * dist.get_world_size()
+        dist.all_gather_object(reports, (value, error), group=self._group)
+        if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error]:
+            raise OSError("; ".join(errors))
+        return [value for value, _ in reports]
+
+    def _save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """All of a save but the copy; runs in the background when that is asked for."""
+        name, staging = f"step-{state['step']}", None
+        try:
+            staging = self._together(self._prepare, first_only=True)[0]
+            parts = self._together(lambda: self._write(staging, tensors))
+            files = {file: digest for part in parts for file, digest in part.items()}
+            self._together(lambda: self._publish(staging, self.folder / name, files, state), first_only=True)
+        except OSError as error:
+            if staging and dist.get_rank() == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise OSError(f"{self.folder / name} could not be saved: {error}") from error
+
+    def _prepare(self) -> Path:
+        """A new staging folder, under a new name: a writer from before a restart finds nothing to disturb."""
+        self._tidy()
+        staging = self.folder / f"{STAGING}{secrets.token_hex(4)}"
+        staging.mkdir(parents=True)
+        return staging
+
+    def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, list]:
+        """Write this rank's part; returns name, size and hash of its files."""
+        dcp.save(tensors, storage_writer=_Writer(staging), process_group=self._group)
+        return {path.name: _digest(path) for path in staging.glob(f"__{dist.get_rank()}_*")}
+
+    def _publish(self, staging: Path, target: Path, files: dict[str, list], state: dict[str, Any]) -> None:
+        """Make the staged files durable, then give them their name in one rename."""
+        _write_json(staging / "state.json", state)
+        files |= {name: _digest(staging / name) for name in (".metadata", "state.json")}
+        _write_json(staging / "manifest.json", files)
+        if reason := _fault(staging, hashes=False):
+            raise OSError(f"{reason}; do all ranks see the same folder?")
+        # Once more, though torch has synced them: it flushes .metadata after its fsync.
+        for path in (*staging.iterdir(), staging):
+            _sync(path)
+        replaced = self.folder / f"{REPLACED}{target.name}"
+        if target.exists():
+            target.rename(replaced)
+        staging.rename(target)
+        _sync(self.folder)
+        shutil.rmtree(replaced, ignore_errors=True)
+        self._prune(target)
+
+    def _prune(self, saved: Path) -> None:
+        """Keep the one just saved and the newest others that are whole; what is not ours, or torn, is left alone."""
+        if self.config.keep_latest_k:
+            steps = [folder for _, folder in _steps(self.folder) if folder != saved]
+            whole = [folder for folder in steps if _fault(folder, hashes=False) is None]
+            for folder in whole[: max(0, len(whole) + 1 - self.config.keep_latest_k)]:
+                # Renamed first: half removed, it would look like a torn checkpoint.
+                shutil.rmtree(folder.rename(self.folder / f"{STAGING}{folder.name}"), ignore_errors=True)
+
+    def _tidy(self) -> list[tuple[int, Path]]:
+        """Clear away what a killed save left, put back what it was about to replace, and list what is there."""
+        for path in self.folder.glob(f"{STAGING}*"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in self.folder.glob(f"{REPLACED}*"):
+            target = self.folder / path.name.removeprefix(REPLACED)
+            if target.exists():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(target)
+        return _steps(self.folder)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """Folders called step-N, in the order of N."""
+    if not folder.is_dir():
+        return []
+    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _fault(folder: Path, hashes: bool = True) -> str | None:
+    """What is wrong with a checkpoint, the same answer on every rank; ranks share the hashing of its files.
+
+    With hashes=False only this rank looks, at the sizes.
+    """
+    reason = None
+    try:
+        files = _read_json(folder / "manifest.json")
+        if missing := {".metadata", "state.json"} - files.keys():
+            reason = f"manifest.json does not list {', '.join(sorted(missing))}"
+        for number, (name, (size, digest)) in enumerate(sorted(files.items())):
+            actual = (folder / name).stat().st_size
+            if actual != size:
+                reason = reason or f"{name} has {actual} bytes, not {size}"
+            elif hashes and number % dist.get_world_size() == dist.get_rank() and _digest(folder / name)[1] != digest:
+                reason = reason or f"{name} is corrupt"
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        reason = f"manifest or file unreadable: {error}"
+    if not hashes:
+        return reason
+    return next((found for found in gather(reason) if found), None)
+
+
+def _incomplete(folder: Path) -> str | None:
+    """Why a run cannot be continued from a checkpoint that verifies."""
+    return "it holds only weights" if _read_json(folder / "state.json")["model_only"] else None
+
+
+def _quarantine(folder: Path) -> None:
+    names = (f"corrupt-{folder.name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
+
+
+def _digest(path: Path) -> list:
+    """Size in bytes, and a hash, of a file."""
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=1))
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def _sync(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failures(failure: BaseException) -> dict[int, BaseException]:
+    """What failed, by rank: torch raises the failures of all ranks, wrapped, on each of them."""
+    if isinstance(failure, dcp.CheckpointException):
+        return {rank: error for rank, (error, _) in failure.failures.items()}
+    return {dist.get_rank(): failure}
+
+
+def _cause(failure: BaseException) -> str:
+    return next(iter(str(failure).splitlines()), repr(failure))
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
+def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give the optimizer its moments before they are loaded: a step without gradient and without effect."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _misfits(tensors: dict[str, Tensor], metadata: Metadata) -> Iterator[str]:
+    saved: dict[str, Any] = dict(metadata.state_dict_metadata)
+    for name, tensor in tensors.items():
+        if name not in saved:
+            yield f"{name} is missing"
+        elif saved[name].size != tensor.shape:
+            yield f"{name} is {tuple(saved[name].size)} there and {tuple(tensor.shape)} here"
+        elif saved[name].properties.dtype != tensor.dtype:
+            yield f"{name} is {saved[name].properties.dtype} there and {tensor.dtype} here"
+    kinds = {name.partition(".")[0] for name in tensors}
+    for name in sorted(saved.keys() - tensors.keys()):
+        if name.partition(".")[0] in kinds:
+            yield f"{name} is not in this model"
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads a .metadata file: only the classes below, which hold sizes, offsets and file names."""
+
+    _SIZES = ("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
+    _ALLOWED: ClassVar = {
+        "torch": ("Size",),
+        "torch.serialization": ("_get_layout",),
+        "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
+        "torch.distributed.checkpoint.metadata": ("Metadata", "MetadataIndex", *_SIZES),
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in self._ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no checkpoint needs")
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, but for the pickle."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, but for the path that it notes, which each Python pickles differently, and for its errors."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failure:
+            # On a full disk torch.save fails with "unexpected pos"; the reason would not reach the other ranks.
+            raise failure.__context__ or failure from None
+
+    def storage_meta(self) -> None:
+        return None

@@ -1,0 +1,156 @@
+"""Names that a job file may bring with it and that are not keys here: data, read by load.py."""
+
+from typing import Any, NamedTuple
+
+
+class Unavailable(NamedTuple):
+    """A key of torchtitan v0.2 that does nothing here. `accepted` asks for nothing, so it passes; else `reason`."""
+
+    accepted: Any
+    reason: str
+
+
+# Old name -> (key here, function of the value). A double negative gets a positive twin.
+RENAMED: dict[str, tuple[str, str]] = {
+    "metrics.disable_color_printing": ("metrics.color_printing", "negate"),
+    "model.tokenizer_path": ("model.hf_assets_path", "same"),
+    "memory_estimation.disable_fake_mode": ("memory_estimation.fake_mode", "negate"),
+    "parallelism.disable_loss_parallel": ("parallelism.loss_parallel", "negate"),
+}
+
+# Values that torchtitan spells differently.
+RENAMED_VALUES: dict[tuple[str, str], str] = {
+    ("model.name", "llama3"): "llama",
+    ("model.flavor", "debugmodel"): "debug",
+}
+
+_NOT_YET = "not available yet"
+_EXPERTS = "there are no mixture-of-experts models here"
+_TORCHFT = "fault tolerance across replica groups (torchft) is not available"
+_MX = "MX formats are not available"
+
+UNAVAILABLE: dict[str, Unavailable] = {
+    "job.save_config_file": Unavailable(None, "run.json in dump_folder always holds the resolved job file"),
+    "job.custom_config_module": Unavailable("", "add keys to components/config/tables.py instead"),
+    "metrics.save_for_all_ranks": Unavailable(False, "logged numbers are the same on every rank; rank 0 writes them"),
+    "model.converters": Unavailable([], _NOT_YET),
+    "model.print_after_conversion": Unavailable(False, _NOT_YET),
+    "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
+    "training.dtype": Unavailable("float32", "weights are kept in float32; see training.mixed_precision_param"),
+    "training.gc_debug": Unavailable(False, _NOT_YET),
+    "parallelism.loss_parallel": Unavailable(True, "it belongs to tensor parallel, which is not available yet"),
+    "parallelism.enable_async_tensor_parallel": Unavailable(False, "tensor parallel is not available yet"),
+    "parallelism.module_fqns_per_model_part": Unavailable(None, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_first_stage_less_layers": Unavailable(1, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_last_stage_less_layers": Unavailable(1, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_layers_per_stage": Unavailable(None, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_schedule": Unavailable("1F1B", "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_schedule_csv": Unavailable("", "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_microbatch_size": Unavailable(1, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
+    "parallelism.context_parallel_load_balancer": Unavailable("headtail", "context parallel is not available yet"),
+    "parallelism.context_parallel_rotate_method": Unavailable("allgather", "context parallel is not available yet"),
+    "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
+    "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),
+    "parallelism.expert_parallel_comm_backend": Unavailable("standard", _EXPERTS),
+    "checkpoint.enable_ft_dataloader_checkpoints": Unavailable(True, _TORCHFT),
+    "checkpoint.initial_load_in_hf": Unavailable(False, "Hugging Face weights are not available yet"),
+    "checkpoint.initial_load_in_hf_quantized": Unavailable(False, "Hugging Face weights are not available yet"),
+    "checkpoint.last_save_in_hf": Unavailable(False, "Hugging Face weights are not available yet"),
+    "checkpoint.export_dtype": Unavailable("float32", "weights are saved as they are trained, in float32"),
+    "checkpoint.create_seed_checkpoint": Unavailable(
+        False, "weights at step 0 are the same at every layout without one; leave it out"
+    ),
+    "activation_checkpoint.mode": Unavailable("none", 'not available yet; "none" is'),
+    "activation_checkpoint.selective_ac_option": Unavailable("2", _NOT_YET),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _NOT_YET),
+    "activation_checkpoint.early_stop": Unavailable(False, _NOT_YET),
+    "activation_checkpoint.memory_budget": Unavailable(0.5, _NOT_YET),
+    "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _NOT_YET),
+    "activation_checkpoint.preserve_rng_state": Unavailable(True, _NOT_YET),
+    "activation_checkpoint.determinism_check": Unavailable("default", _NOT_YET),
+    "activation_checkpoint.debug": Unavailable(False, _NOT_YET),
+    "compile.enable": Unavailable(False, _NOT_YET),
+    "compile.components": Unavailable(["model", "loss"], _NOT_YET),
+    "compile.backend": Unavailable("inductor", _NOT_YET),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _NOT_YET),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _NOT_YET),
+    "quantize.linear.float8.recipe_name": Unavailable(None, _NOT_YET),
+    "quantize.linear.float8.filter_fqns": Unavailable([], _NOT_YET),
+    "quantize.linear.float8.emulate": Unavailable(False, _NOT_YET),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX),
+    "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX),
+    "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX),
+    "quantize.grouped_mm.float8.fqns": Unavailable([], _EXPERTS),
+    "quantize.grouped_mm.mx.recipe_name": Unavailable("mxfp8", _MX),
+    "quantize.grouped_mm.mx.fqns": Unavailable([], _EXPERTS),
+    "comm.trace_buf_size": Unavailable(20000, "set TORCH_FR_BUFFER_SIZE in the environment instead"),
+    "comm.save_traces_folder": Unavailable("comm_traces", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
+    "comm.save_traces_file_prefix": Unavailable("rank_", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
+    "comm.mode": Unavailable("default", "a dry run on a fake process group is not available yet"),
+    "memory_estimation.enable": Unavailable(False, _NOT_YET),
+    "memory_estimation.fake_mode": Unavailable(True, _NOT_YET),
+    "fault_tolerance.enable": Unavailable(False, _TORCHFT),
+    "fault_tolerance.process_group": Unavailable("gloo", _TORCHFT),
+    "fault_tolerance.process_group_timeout_ms": Unavailable(10000, _TORCHFT),
+    "fault_tolerance.replica_id": Unavailable(0, _TORCHFT),
+    "fault_tolerance.group_size": Unavailable(0, _TORCHFT),
+    "fault_tolerance.min_replica_size": Unavailable(1, _TORCHFT),
+    "fault_tolerance.semi_sync_method": Unavailable(None, _TORCHFT),
+    "experimental.custom_import": Unavailable("", "add your model to models/ and parallelize/ instead"),
+    "experimental.custom_args_module": Unavailable("", "add keys to components/config/tables.py instead"),
+    "validation.dataset": Unavailable(None, "give validation.dataset_path, or leave both out for a held-out part"),
+    "validation.dataloader.num_workers": Unavailable(0, "validation loads in the rank itself"),
+    "validation.dataloader.persistent_workers": Unavailable(False, "validation loads in the rank itself"),
+    "validation.dataloader.pin_memory": Unavailable(False, "validation loads in the rank itself"),
+    "validation.dataloader.prefetch_factor": Unavailable(None, "validation loads in the rank itself"),
+    "debug.moe_force_load_balance": Unavailable(False, _EXPERTS),
+}
+
+_SHARD = "parallelism.data_parallel_shard_degree"
+_REPLICATE = "parallelism.data_parallel_replicate_degree"
+_RESHARD = "parallelism.fsdp_reshard_after_forward"
+_OFFLOAD = "training.enable_cpu_offload"
+
+# Keys of other systems, by their last name -> what to write here.
+FOREIGN: dict[str, str] = {
+    # accelerate
+    "dp_replicate_size": _REPLICATE,
+    "dp_shard_size": _SHARD,
+    "tp_size": "parallelism.tensor_parallel_degree",
+    "cp_size": "parallelism.context_parallel_degree",
+    "pp_size": "parallelism.pipeline_parallel_degree",
+    # axolotl
+    "tensor_parallel_size": "parallelism.tensor_parallel_degree",
+    "context_parallel_size": "parallelism.context_parallel_degree",
+    "sequence_parallel_degree": "parallelism.context_parallel_degree",
+    # Fast-LLM
+    "tensor_parallel": "parallelism.tensor_parallel_degree",
+    "pipeline_parallel": "parallelism.pipeline_parallel_degree",
+    "sequence_data_parallel": "parallelism.context_parallel_degree",
+    "sequence_tensor_parallel": "parallelism.tensor_parallel_degree, whose sequence parallel it is",
+    "pipeline_first": "parallelism.pipeline_parallel_degree (pipeline ranks are outermost)",
+    "breadth_first_micro_batches": 'parallelism.pipeline_parallel_schedule = "LoopedBFS"',
+    "depth_first_micro_batches": "training.global_batch_size, from which accumulation is derived",
+    "micro_batch_splits": "parallelism.context_parallel_degree, which splits sequences",
+    "zero_stage": f'{_RESHARD}: "never" for stages 1 and 2, "always" for stage 3',
+    # FSDP1
+    "fsdp_sharding_strategy": f"{_SHARD}, {_REPLICATE} and {_RESHARD}",
+    "sharding_strategy": f"{_SHARD}, {_REPLICATE} and {_RESHARD}",
+    "mixed_precision": "training.mixed_precision_param",
+    "fsdp_offload_params": f"{_OFFLOAD}: weights alone would have to come back for every update",
+    "offload_param": f"{_OFFLOAD}: weights alone would have to come back for every update",
+    "offload_optimizer": f"{_OFFLOAD}, which keeps weights, gradients and optimizer together on the host",
+    "cpu_offload": _OFFLOAD,
+    "fsdp_backward_prefetch": "parallelism.fsdp_prefetch_layers",
+    "fsdp_forward_prefetch": "parallelism.fsdp_prefetch_layers",
+    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation is derived",
+}
+
+# Values of such keys -> the settings that do the same.
+FOREIGN_VALUES: dict[str, str] = {
+    "FULL_SHARD": f'{_SHARD} = -1 and {_RESHARD} = "always"',
+    "SHARD_GRAD_OP": f'{_SHARD} = -1 and {_RESHARD} = "never"',
+    "NO_SHARD": f"{_REPLICATE} = the number of ranks and {_SHARD} = 1",
+    "HYBRID_SHARD": f'{_REPLICATE} = the number of nodes, {_SHARD} = -1 and {_RESHARD} = "always"',
+}

@@ -1,0 +1,283 @@
+"""The tables of a job file: one frozen dataclass each, every key documented in the line beneath it.
+
+Names, types and meanings are those of torchtitan v0.2 wherever the meaning is the same.
+Sizes are in tokens or sequences, times in seconds, as the names say.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, MinLen
+
+Positive = Annotated[int, Ge(1)]
+NonNegative = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+Beta = Annotated[float, Ge(0), Lt(1)]
+Name = Annotated[str, MinLen(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The run as a whole."""
+
+    config_file: str | None = None
+    """TOML job file; relative to the current folder."""
+    dump_folder: Name = "./outputs"
+    """Everything that a run writes goes into this folder; with checkpoints, a second run in it continues the first."""
+    description: str = "default job"
+    """A line for people, kept in run.json."""
+    print_config: bool = False
+    """Print the resolved job file at start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Traces and memory snapshots, on request."""
+
+    enable_profiling: bool = False
+    """Write torch.profiler traces (chrome://tracing, Perfetto)."""
+    save_traces_folder: Name = "profile_traces"
+    """Folder of the traces, inside dump_folder."""
+    profile_freq: Positive = 10
+    """A trace every so many steps."""
+    profiler_active: Positive = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: NonNegative = 3
+    """Steps of each cycle that warm the profiler up and are discarded."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
+    save_memory_snapshot_folder: Name = "memory_snapshot"
+    """Folder of the snapshots, inside dump_folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is logged, and where to. metrics.jsonl, run.json and loss.png are always written."""
+
+    log_freq: Positive = 10
+    """Log every so many steps; between them the host never waits for the device."""
+    color_printing: bool = True
+    """Colours on the console, where it is a terminal."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events (needs the tensorboard package)."""
+    save_tb_folder: Name = "tb"
+    """Folder of the TensorBoard events, inside dump_folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases (needs the wandb package); WANDB_MODE=offline needs no network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Which model is trained."""
+
+    name: Name = "llama"
+    """A name in models/__init__.py."""
+    flavor: Name = "debug"
+    """A named size of that model."""
+    hf_assets_path: Name = "assets/tokenizer"
+    """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """AdamW decays weights by themselves, Adam through the gradient."""
+    lr: PositiveFloat = 8e-4
+    """Peak learning rate."""
+    beta1: Beta = 0.9
+    """Decay of the first moment."""
+    beta2: Beta = 0.95
+    """Decay of the second moment."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Ge(0)] = 0.1
+    """Decay of matrices; vectors (norms) are never decayed."""
+    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+    """Kernel of the update; fused is fastest on CPU and CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LRScheduler:
+    """Warm-up, stable, decay (arXiv:2404.06395)."""
+
+    warmup_steps: NonNegative = 200
+    """Steps of linear warm-up from 0; if unset, no more than there are."""
+    total_steps: Positive | None = None
+    """Length of the schedule; training.steps if unset."""
+    decay_ratio: Fraction | None = None
+    """Part of total_steps that decays, at most all after the warm-up, which is also what unset means."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """The decay ends at this factor of lr."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoader:
+    """How batches are brought to the loop; never changes which."""
+
+    num_workers: NonNegative = 0
+    """Loader processes a rank; 0 loads in the rank itself."""
+    persistent_workers: bool = False
+    """Keep the workers between epochs (needs num_workers of 1 or more)."""
+    pin_memory: bool = False
+    """Page-locked buffers, for copies to CUDA that don't wait."""
+    prefetch_factor: Positive | None = None
+    """Batches that each worker prepares ahead (needs num_workers of 1 or more)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Data, batch, precision and length of the run."""
+
+    dataset: Name = "kjv"
+    """A registered dataset (components/data/sources.py); dataset_path goes before it."""
+    dataset_path: Name | None = None
+    """Your own data: a .txt, .jsonl or .parquet file, a folder or a glob of them."""
+    dataset_text_field: Name = "text"
+    """Field (JSONL) or column (parquet) that holds the text."""
+    dataset_errors: Literal["fail", "skip"] = "fail"
+    """On a record that cannot be read: stop, or skip it and count."""
+    dataset_cache: Name = ".cache/tokens"
+    """Folder of the tokenized data, shared by runs; relative to the repository."""
+    local_batch_size: Positive = 8
+    """Sequences of one micro-batch on one rank."""
+    global_batch_size: Literal[-1] | Positive = -1
+    """Sequences of one optimizer step over all ranks; -1 means local_batch_size on every rank, no accumulation."""
+    seq_len: Positive = 2048
+    """Tokens of one sequence."""
+    max_norm: PositiveFloat = 1.0
+    """Gradients are clipped to this global norm."""
+    max_nonfinite_steps: Positive = 10
+    """Stop, at a logged step, when this many in a row were skipped because the gradient was not finite."""
+    steps: Positive = 10000
+    """Optimizer steps of the run."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of forward and backward; weights and optimizer are float32."""
+    mixed_precision_reduce: Literal["float32"] = "float32"
+    """Precision of gradient reduction."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
+    """torch.set_float32_matmul_precision: what a float32 product may be computed in."""
+    enable_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer on the host; a layer's weights are on the device while it computes."""
+    gc_freq: Positive = 50
+    """Collect Python garbage every so many steps, and never in between."""
+    dataloader: DataLoader = field(default_factory=DataLoader)
+    """Loader processes and buffers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """The layout: sizes of the mesh dimensions. Their product is the number of ranks."""
+
+    data_parallel_replicate_degree: Literal[-1] | Positive = 1
+    """Replicas of the model (DDP; HSDP together with the shard degree); -1 takes the ranks that are left."""
+    data_parallel_shard_degree: Literal[-1] | Positive = -1
+    """Ranks that share one copy of weights, gradients and optimizer (FSDP); -1 takes the ranks that are left."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free gathered weights after forward: always (ZeRO-3), never (ZeRO-2); default frees all but the head."""
+    fsdp_prefetch_layers: Positive = 1
+    """Layers whose weights are gathered ahead of the one that computes; each one ahead takes its memory."""
+    tensor_parallel_degree: Positive = 1
+    """Ranks that split each matrix."""
+    context_parallel_degree: Positive = 1
+    """Ranks that split each sequence."""
+    pipeline_parallel_degree: Positive = 1
+    """Ranks that split the layers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Saving and resuming."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest good one at start."""
+    folder: Name = "checkpoint"
+    """Folder of the checkpoints, inside dump_folder."""
+    interval: Positive = 500
+    """Save every so many steps, and at the last."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: training goes on once its tensors are copied to host memory; a thread writes and publishes the copy."""
+    initial_load_path: Name | None = None
+    """Start from this checkpoint (a step-N folder, or a folder of them) when the run has none of its own."""
+    initial_load_model_only: bool = True
+    """From initial_load_path take the weights only; the rest starts anew at step 0."""
+    last_save_model_only: bool = False
+    """The checkpoint of the last step holds only weights; such a run cannot be continued."""
+    keep_latest_k: NonNegative = 10
+    """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
+    load_step: Annotated[int, Ge(-1)] = -1
+    """Resume from this step; -1 takes the newest that verifies."""
+    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
+    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and so the rate)."""
+    enable_first_step_checkpoint: bool = False
+    """Save step 1 too, to find out early that saving works."""
+    load_only: bool = False
+    """Load as configured but never save."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """Loss on text that is not trained on."""
+
+    enable: bool = False
+    """Validate; without a dataset_path of its own, part of the training data is held out."""
+    dataset_path: Name | None = None
+    """Validation data of its own, in any form that training.dataset_path takes."""
+    held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
+    """Part of the training data's tokens held out, in blocks spread over the text."""
+    local_batch_size: Positive | None = None
+    """Sequences a rank; training's if unset."""
+    seq_len: Positive | None = None
+    """Tokens of one sequence; training's if unset."""
+    freq: Positive = 10
+    """Validate every so many steps, and at the last."""
+    steps: Literal[-1] | Positive = -1
+    """Batches a validation; -1 takes all the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comm:
+    """Process groups."""
+
+    init_timeout_seconds: Positive = 300
+    """How long a collective may wait until the first step is done."""
+    train_timeout_seconds: Positive = 100
+    """How long a collective may wait after that."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Debug:
+    """Repeatability."""
+
+    seed: NonNegative = 0
+    """Decides weights at step 0 and the data order; a different seed is a different run."""
+    deterministic: bool = False
+    """Deterministic kernels only: the same layout gives the same bits. An op that has none raises."""
+    deterministic_warn_only: bool = False
+    """With deterministic: warn about an op that has no deterministic kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobConfig:
+    """A resolved job file."""
+
+    job: Job = field(default_factory=Job)
+    profiling: Profiling = field(default_factory=Profiling)
+    metrics: Metrics = field(default_factory=Metrics)
+    model: Model = field(default_factory=Model)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
+    training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    validation: Validation = field(default_factory=Validation)
+    comm: Comm = field(default_factory=Comm)
+    debug: Debug = field(default_factory=Debug)
+
+    origins: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Where each given key came from, as "file:line" or "command line"; not a table."""

@@ -1,0 +1,10 @@
+"""From text files to batches: sources.py reads documents, cache.py tokenizes them once, packed.py cuts sequences,
+order.py says which sequence comes when, loader.py makes batches.
+
+    python -m components.data prepare --job.config_file recipes/llama_debug.toml
+"""
+
+from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.packed import PackedSequences
+
+__all__ = ["DataSpec", "PackedSequences", "TokenCache", "data_spec", "prepare"]

@@ -1,0 +1,280 @@
+"""Text tokenized once, in parallel, into a memory-mapped cache that is found again by content and tokenizer.
+
+<cache_folder>/<key>/tokens.bin      token ids, uint16 or uint32
+                     documents.bin   where each document ends, int64
+                     index.json      counts, and what was made from what
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+from components.config import ROOT, ConfigError, Training
+from components.data.sources import REGISTERED, BadRecord, find_files, read_documents
+from components.tokenizer import fingerprint, load_tokenizer
+
+_CHUNK = 1 << 16  # characters a worker gets at a time; also bounds what the tokenizer has to merge at once
+_FORMAT = "2"  # part of the key: another way to cut or store is another cache
+
+
+@dataclass(frozen=True)
+class DataSpec:
+    """What is tokenized, and how."""
+
+    path: str
+    text_field: str
+    skip_errors: bool
+    tokenizer_path: str
+    cache_folder: Path
+
+
+class TokenCache:
+    """A finished cache, opened: tokens are read from disk as they are asked for.
+
+    Raises:
+        ConfigError: a file has not the size that it was written with.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = json.loads((folder / "index.json").read_text())
+        token_size = np.dtype(index["dtype"]).itemsize
+        for name, size in (("tokens.bin", token_size * index["tokens"]), ("documents.bin", 8 * index["documents"])):
+            if (found := (folder / name).stat().st_size) != size:
+                raise ConfigError(f"{folder / name}: {found} bytes, not {size}: remove {folder} to tokenize again")
+        self.key: str = index["key"]
+        self.vocab_size: int = index["vocab_size"]
+        self.tokens = np.memmap(folder / "tokens.bin", dtype=index["dtype"], mode="r")
+        self.document_ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
+
+    def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
+        """Another process opens the files itself; a memory map would be sent with all that is in it."""
+        return TokenCache, (self.folder,)
+
+
+def data_spec(training: Training, tokenizer_path: str, path: str | None = None) -> DataSpec:
+    """The spec of the training data, or of data at another path that is read in the same way.
+
+    Raises:
+        ConfigError: training.dataset is not registered.
+    """
+    path = path or training.dataset_path
+    if path is None:
+        if training.dataset not in REGISTERED:
+            known = ", ".join(REGISTERED)
+            raise ConfigError(f'training.dataset = "{training.dataset}": not one of {known}; or set dataset_path')
+        path = str(REGISTERED[training.dataset])
+    folder = ROOT / training.dataset_cache
+    return DataSpec(path, training.dataset_text_field, training.dataset_errors == "skip", tokenizer_path, folder)
+
+
+def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
+    """The cache of this data: opened if it is there, else made by `workers` processes (as many as there are cores).
+
+    Raises:
+        ConfigError: there is no data, a record cannot be read and is not to be skipped, or the cache cannot be written.
+    """
+    try:
+        files = find_files(spec.path)
+        spec.cache_folder.mkdir(parents=True, exist_ok=True)
+        key = _key(spec, files)
+        folder = spec.cache_folder / key
+        # A cache that is there is only read: it may be on a read-only disk, or another one may be in the making.
+        if not (folder / "index.json").exists():
+            with FileLock(spec.cache_folder / f".{key}.lock"):
+                if not (folder / "index.json").exists():
+                    _build(spec, files, folder, workers or _cores())
+        return TokenCache(folder)
+    except OSError as error:
+        raise ConfigError(f"training data {spec.path}, cache in {spec.cache_folder}: {error}") from error
+
+
+def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
+    """Make the cache beside its place, and move it there when it is whole."""
+    staging = folder.with_name(f".staging-{folder.name}")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir()
+    try:
+        _tokenize(spec, files, staging, folder.name, workers)
+        if _key(spec, files) != folder.name:
+            raise ConfigError(f"training data {spec.path}: changed while it was read")
+        shutil.rmtree(folder, ignore_errors=True)
+        staging.rename(folder)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _key(spec: DataSpec, files: list[Path]) -> str:
+    """Hash of contents, in order, and of all that decides how they become tokens."""
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path)):
+        digest.update(part.encode() + b"\0")
+    for file, content in zip(files, _hashes(spec.cache_folder, files)):
+        digest.update(f"{file.suffix}:{content}\0".encode())
+    return digest.hexdigest()
+
+
+def _hashes(cache_folder: Path, files: list[Path]) -> list[str]:
+    """Each file's hash. One that has not changed since it was last hashed is not read again."""
+    memory_file = cache_folder / "hashes.json"
+    states = [file.stat() for file in files]
+    # A copy may keep size and time of writing; the time of change (ctime) nobody can set.
+    names = [
+        f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
+        for file, state in zip(files, states)
+    ]
+    memory = _read_memory(memory_file)
+    if not memory.keys() >= set(names):
+        with FileLock(cache_folder / ".hashes.lock"):
+            memory = _read_memory(memory_file)
+            for name, file in zip(names, files):
+                if name not in memory:
+                    with file.open("rb") as content:
+                        memory[name] = hashlib.file_digest(content, hashlib.blake2b).hexdigest()
+            partial = memory_file.with_suffix(".partial")
+            partial.write_text(json.dumps(memory))
+            partial.replace(memory_file)
+    return [memory[name] for name in names]
+
+
+def _read_memory(file: Path) -> dict[str, str]:
+    try:
+        return json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
+    tokenizer = load_tokenizer(spec.tokenizer_path)
+    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    bad: list[str] = []
+    ends: list[int] = []
+    total, started = 0, time.perf_counter()
+    size = sum(file.stat().st_size for file in files)
+    # Spawned workers import no more than they need and inherit no lock, thread or signal handler.
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, np.dtype(dtype).str)
+    )
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {spec.path}", file=sys.stderr)
+    with pool, bar, (folder / "tokens.bin").open("wb") as tokens:
+        for encoded, is_end, read_bytes in _encoded(pool, 4 * workers, files, spec, bad):
+            total += tokens.write(encoded) // np.dtype(dtype).itemsize
+            bar.update(read_bytes)
+            if is_end:
+                ends.append(total)
+        _flush(tokens)
+    seconds = time.perf_counter() - started
+    if not total:
+        raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
+    with (folder / "documents.bin").open("wb") as documents:
+        documents.write(np.asarray(ends, dtype=np.int64).tobytes())
+        _flush(documents)
+    index = {
+        "key": key,
+        "dtype": np.dtype(dtype).name,
+        "vocab_size": tokenizer.vocab_size,
+        "tokens": total,
+        "documents": len(ends),
+        "skipped_records": bad,
+        "sources": [str(file) for file in files],
+    }
+    with (folder / "index.json").open("wb") as file:
+        file.write(json.dumps(index, indent=1).encode())
+        _flush(file)
+    print(
+        f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
+        f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
+        flush=True,
+    )
+
+
+def _encoded(
+    pool: ProcessPoolExecutor, ahead: int, files: list[Path], spec: DataSpec, bad: list[str]
+) -> Iterator[tuple[bytes, bool, int]]:
+    """(tokens, whether a document ends with them, bytes of text) in order, with at most `ahead` chunks under way."""
+    waiting: list[tuple[Future[bytes], bool, int]] = []
+    for chunk, is_start, is_end in _chunks(files, spec, bad):
+        waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode())))
+        if len(waiting) > ahead:
+            future, ends, size = waiting.pop(0)
+            yield future.result(), ends, size
+    for future, ends, size in waiting:
+        yield future.result(), ends, size
+
+
+def _chunks(files: list[Path], spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool]]:
+    """(text, starts a document, ends a document): documents cut at white space where there is some; no empty ones."""
+    for file in files:
+        for document in read_documents(file, spec.text_field):
+            if isinstance(document, BadRecord):
+                if not spec.skip_errors:
+                    raise ConfigError(f'{document.reason}. To skip such records, training.dataset_errors = "skip"')
+                bad.append(document.reason)
+                continue
+            start = 0
+            while start < len(document):
+                end = _cut(document, start)
+                yield document[start:end], start == 0, end == len(document)
+                start = end
+
+
+def _cut(document: str, start: int) -> int:
+    """Where the chunk that begins at start ends: before a space after a word, which no token spans, if there is one."""
+    last = start + _CHUNK
+    if last >= len(document):
+        return len(document)
+    spaces = (end for end in range(last, start, -1) if document[end] == " " and not document[end - 1].isspace())
+    return next(spaces, last)
+
+
+def _start_worker(tokenizer_path: str, dtype: str) -> None:
+    # Ctrl-C is the parent's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker["tokenizer"], _worker["dtype"] = load_tokenizer(tokenizer_path), dtype
+
+
+def _end_with_parent() -> None:
+    """A worker whose parent was killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+_worker: dict = {}  # set once in each worker process by _start_worker
+
+
+def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
+    """Token ids as bytes, between the tokenizer's first token and its last where a document starts and ends."""
+    tokenizer = _worker["tokenizer"]
+    ids = tokenizer.encode(text)
+    if is_start and tokenizer.bos_id is not None:
+        ids.insert(0, tokenizer.bos_id)
+    if is_end and tokenizer.eos_id is not None:
+        ids.append(tokenizer.eos_id)
+    return np.asarray(ids, dtype=_worker["dtype"]).tobytes()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())

@@ -1,0 +1,143 @@
+"""Batches of sequences, in the global order, for one rank."""
+
+import atexit
+import multiprocessing
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from components.data.order import sequence_at
+from components.data.packed import PackedSequences
+
+IGNORED = -100
+"""A label that does not count."""
+
+
+class _Batches(Dataset):
+    """Makes the batch {tokens, labels, positions, document_ids}, each (B, S) int64, of a list of sequence numbers."""
+
+    def __init__(self, sequences: PackedSequences) -> None:
+        self.sequences = sequences
+
+    def __getitem__(self, indices: np.ndarray) -> dict[str, Tensor]:
+        tokens, document_ids = self.sequences.get(indices)
+        positions = np.broadcast_to(np.arange(tokens.shape[1] - 1), document_ids.shape).copy()
+        return {
+            "tokens": torch.from_numpy(tokens[:, :-1].copy()),
+            "labels": torch.from_numpy(tokens[:, 1:].copy()),
+            "positions": torch.from_numpy(positions),
+            "document_ids": torch.from_numpy(document_ids),
+        }
+
+
+class _Order(Sampler):
+    """Sequence numbers of each micro-batch of one rank, from a position of the global order on, without end.
+
+    Of each step's global batch a rank takes its contiguous share, micro-batch by micro-batch.
+    """
+
+    def __init__(
+        self,
+        num_sequences: int,
+        seed: int,
+        global_batch_size: int,
+        local_batch_size: int,
+        batch_rank: int,
+        batch_ranks: int,
+        consumed_sequences: int,
+    ) -> None:
+        self.num_sequences, self.seed = num_sequences, seed
+        self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
+        self.share = global_batch_size // batch_ranks
+        self.batch_rank, self.consumed_sequences = batch_rank, consumed_sequences
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        step_start = self.consumed_sequences
+        while True:
+            start = step_start + self.batch_rank * self.share
+            for first in range(start, start + self.share, self.local_batch_size):
+                positions = np.arange(first, first + self.local_batch_size)
+                yield sequence_at(positions, self.num_sequences, self.seed)
+            step_start += self.global_batch_size
+
+
+def _start_worker(leaving: Any, worker_id: int) -> None:
+    # Signals reach the whole process group: a rank that saves before it stops still needs its workers. Only when the
+    # rank's interpreter ends does it mean SIGTERM, and waits for them.
+    for number in (signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
+
+
+def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
+    try:
+        yield from loader
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError("a DataLoader worker is gone: killed, or out of memory") from error
+
+
+def build_loader(
+    sequences: PackedSequences,
+    *,
+    seed: int,
+    global_batch_size: int,
+    local_batch_size: int,
+    batch_rank: int = 0,
+    batch_ranks: int = 1,
+    consumed_sequences: int = 0,
+    num_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    prefetch_factor: int | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Micro-batches {tokens, labels, positions, document_ids}, each (local_batch_size, seq_len) int64, without end.
+
+    global_batch_size is a multiple of local_batch_size x batch_ranks. The position in the order is all the state that
+    there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
+    is a RuntimeError.
+    """
+    order = _Order(
+        len(sequences), seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences
+    )
+    context = multiprocessing.get_context("spawn")
+    leaving = context.RawValue("b", 0)
+    atexit.register(setattr, leaving, "value", 1)
+    # torchdata 0.11 calls a function that torch 2.13 deprecates.
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+    loader = StatefulDataLoader(
+        _Batches(sequences),
+        sampler=order,
+        batch_size=None,
+        num_workers=num_workers,
+        persistent_workers=persistent_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        generator=torch.Generator(),  # or each start would draw from the global random state
+        worker_init_fn=partial(_start_worker, leaving),
+        # Forked workers deadlock where the parent has run multi-threaded operations; and SIGTERM to the process group
+        # would end a fork server, and with it the workers.
+        multiprocessing_context=context if num_workers else None,
+    )
+    return _batches(loader)
+
+
+def validation_batches(
+    sequences: PackedSequences, local_batch_size: int, batch_rank: int, batch_ranks: int, max_sequences: int
+) -> Iterator[dict[str, Tensor]]:
+    """Every sequence once over all ranks, in order; all ranks get as many batches, padded with ignored labels."""
+    batches = _Batches(sequences)
+    count = min(max_sequences, len(sequences))
+    for start in range(0, count, local_batch_size * batch_ranks):
+        wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
+        batch = batches[np.minimum(wanted, count - 1)]
+        batch["labels"][torch.from_numpy(wanted >= count)] = IGNORED
+        yield batch

@@ -1,0 +1,39 @@
+"""The one global order of sequences: a seeded permutation for each epoch, computed rather than held."""
+
+import numpy as np
+
+_ROUNDS = 6
+
+
+def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndarray:
+    """Which sequence stands at each position (int64, from 0 on without end) of the global order.
+
+    Every epoch is a permutation of its own of range(num_sequences). Step t of a run with G sequences a step consumes
+    positions t G to (t + 1) G - 1, at any layout. A Feistel network permutes the next power of four and walks until
+    it is back in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    """
+    positions = np.asarray(positions, dtype=np.int64)
+    epochs, index = np.divmod(positions, num_sequences)
+    half_bits = max(1, ((num_sequences - 1).bit_length() + 1) // 2)
+    keys = _mix(epochs.astype(np.uint64) ^ _mix(np.uint64(seed)))
+    permuted = _feistel(index.astype(np.uint64), keys, half_bits)
+    while (outside := permuted >= num_sequences).any():
+        permuted[outside] = _feistel(permuted[outside], keys[outside], half_bits)
+    return permuted.astype(np.int64)
+
+
+def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:
+    mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
+    left, right = value >> shift, value & mask
+    for number in range(_ROUNDS):
+        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(number))) & mask)
+    return np.asarray(left << shift | right)
+
+
+def _mix(value: np.ndarray | np.uint64) -> np.ndarray:
+    """splitmix64's finalizer: every bit of the result depends on every bit of the value."""
+    with np.errstate(over="ignore"):
+        value = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return np.asarray(value ^ (value >> np.uint64(31)))

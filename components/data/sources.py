@@ -1,0 +1,129 @@
+"""Documents from text, JSONL and parquet files."""
+
+import glob
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from components.config import ROOT, ConfigError
+
+REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
+"""Datasets by name: training.dataset."""
+
+TEXT = {".txt", ".text"}
+ENDINGS = TEXT | {".jsonl", ".parquet"}
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """What could not be read, and where: "file:line: reason"."""
+
+    reason: str
+
+
+def find_files(path: str) -> list[Path]:
+    """The data files of a file, a folder (with those inside it) or a glob, sorted; empty and hidden ones are left out.
+
+    Raises:
+        ConfigError: nothing is there, or a file that is named has an ending that cannot be read.
+    """
+    given = Path(os.path.expanduser(path))
+    known = ", ".join(sorted(ENDINGS))
+    if given.is_file():
+        if given.suffix not in ENDINGS:
+            raise ConfigError(f'training data {path}: ending "{given.suffix}" is not one of {known}')
+        found = [given]
+    elif given.is_dir():
+        found = [file for file in _walk(given) if file.suffix in ENDINGS]
+    else:
+        found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in ENDINGS]
+        if not found and not glob.has_magic(str(given)):
+            raise ConfigError(f"training data {path}: no such file or folder")
+    full = sorted(file for file in found if file.stat().st_size)
+    if not full:
+        what = "only empty files" if found else f"no file that ends in {known}"
+        raise ConfigError(f"training data {path}: {what}")
+    return full
+
+
+def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Files in a folder, but for hidden ones; links are followed, except to a folder that we are in."""
+    real = folder.resolve()
+    if real in above:
+        return
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith("."):
+            yield from _walk(entry, above | {real})
+        elif entry.is_file() and not entry.name.startswith("."):
+            yield entry
+
+
+def _matches(pattern: str) -> Iterator[Path]:
+    """What a glob matches. glob's own ** would go round in circles of links."""
+    head, deep, tail = pattern.partition("**")
+    if not deep:
+        yield from map(Path, glob.glob(pattern))
+        return
+    for folder in glob.glob(head or "."):
+        yield from (file for file in _walk(Path(folder)) if file.relative_to(folder).match(tail.strip("/") or "*"))
+
+
+def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+    """The documents of one file in order: a text file is one, a JSONL line or a parquet row is one each."""
+    if file.suffix in TEXT:
+        yield _read_text(file)
+    elif file.suffix == ".jsonl":
+        yield from _read_jsonl(file, text_field)
+    else:
+        yield from _read_parquet(file, text_field)
+
+
+def _read_text(file: Path) -> str | BadRecord:
+    try:
+        return file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        return BadRecord(f"{file}: not UTF-8 at byte {error.start}")
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except UnicodeDecodeError as error:
+                yield BadRecord(f"{file}:{number}: not UTF-8 at byte {error.start} of the line")
+            except (ValueError, RecursionError) as error:
+                yield BadRecord(f"{file}:{number}: not JSON: {error}")
+            else:
+                text = record.get(text_field) if isinstance(record, dict) else None
+                if not isinstance(text, str):
+                    yield BadRecord(f'{file}:{number}: no text in field "{text_field}" (training.dataset_text_field)')
+                elif _SURROGATE.search(text):
+                    yield BadRecord(f"{file}:{number}: not Unicode: half of a surrogate pair")
+                else:
+                    yield text
+
+
+def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        if text_field not in table.schema_arrow.names:
+            names = ", ".join(table.schema_arrow.names)
+            yield BadRecord(f'{file}: no column "{text_field}" (training.dataset_text_field); it has {names}')
+            return
+        for group in table.iter_batches(columns=[text_field]):
+            for text in group.column(0).to_pylist():
+                number += 1
+                yield text if isinstance(text, str) else BadRecord(f"{file}: row {number}: no text in {text_field}")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}")

@@ -1,0 +1,18 @@
+"""Exit codes: the same for every recipe, from train.py and from run_train.sh."""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Documented in the README; a stop by signal N exits with 128 + N after saving."""
+
+    DONE = 0
+    ERROR = 1
+    """An unexpected error, with a traceback."""
+    CONFIG = 2
+    """A mistake in the job file, the command line or the data: fix it and start again."""
+    NONFINITE = 3
+    """Loss or gradient was not finite for training.max_nonfinite_steps steps in a row."""
+    OUT_OF_MEMORY = 4
+    LOST_RANK = 5
+    """A rank was killed, or a collective timed out."""

@@ -1,0 +1,222 @@
+"""From the command line to ranks: every check that can be made before them; components/ranks.py then runs them.
+
+On a machine without GPUs only the last of the checks imports torch, so that a mistake is reported in a moment.
+"""
+
+import dataclasses
+import datetime
+import os
+import re
+import signal
+import sys
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+
+from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
+from components.exit_codes import ExitCode
+from parallelize.mesh import minimum_ranks, resolve_degrees
+from parallelize.rules import check_layout
+
+DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
+TRAIN = ROOT / "train.py"
+
+_HELP = """\
+Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
+can be given on the command line too, where it goes before the file: --training.steps 100, --checkpoint.enable.
+
+environment variables
+  NGPU            ranks on this node; if unset all GPUs, without GPUs what the layout needs, else 2
+  NNODES          nodes; start the same command on each (default 1)
+  RDZV_ENDPOINT   host:port of one node, the same on each; needed with NNODES
+  NODE_RANK       number of this node; if unset, nodes number themselves
+  LOG_RANK        ranks shown on the console, as 0,1 or all (default 0); each rank has a log file in any case
+  MAX_RESTARTS    start all ranks again when one is lost, so many times; they resume from a checkpoint (default 0)
+  SHUTDOWN_TIMEOUT_SECONDS   time to save in after SIGTERM, SIGINT or SIGUSR1 (default 300)
+  OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
+  PYTHON                     the Python to use; found or made (.venv) if unset
+
+exit codes
+  0  done
+  1  unexpected error, with a traceback
+  2  a mistake in the job file, the command line or the data
+  3  loss or gradient not finite, training.max_nonfinite_steps times in a row
+  4  out of memory
+  5  a rank was killed, or a collective timed out
+  128 + N  stopped by signal N after saving: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How ranks are started."""
+
+    ranks: int
+    """Ranks on this node."""
+    nodes: int = 1
+    node_rank: int | None = None
+    """None: nodes are numbered in the order of their names."""
+    endpoint: str = ""
+    """host:port where nodes meet; empty for one node, which takes a free port."""
+    shown: frozenset[int] | None = frozenset([0])
+    """Ranks on the console; None is all."""
+    restarts: int = 0
+    shutdown_seconds: int = 300
+    """From a signal to SIGKILL."""
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks * self.nodes
+
+    @property
+    def threads(self) -> int:
+        """Of one rank: this node's cores are shared out."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return max(1, cores // self.ranks)
+
+
+def main(argv: list[str]) -> int:
+    """Check, prepare what the ranks share, then run train.py on each; returns one of components/exit_codes.py."""
+    if {"-h", "--help"} & set(argv):
+        print_help()
+        return ExitCode.DONE
+    try:
+        argv = with_recipe(argv)
+        config, settings = check(argv, os.environ)
+        from components.data.__main__ import prepare_all
+
+        prepare_all(config)
+        return start(config, settings, [sys.executable, str(TRAIN), *argv])
+    except ConfigError as error:
+        print(*error.messages, sep="\n", file=sys.stderr)
+        return ExitCode.CONFIG
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def with_recipe(argv: list[str]) -> list[str]:
+    """argv, with the default recipe if it names none."""
+    if any(word.partition("=")[0].replace("-", "_") == "__job.config_file" for word in argv):
+        return argv
+    return ["--job.config_file", str(DEFAULT_RECIPE), *argv]
+
+
+def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
+    """The job, and how it is started. Makes nothing. Raises ConfigError."""
+    config = load_config(argv)
+    settings = read_settings(config, environment)
+    degrees = resolve_degrees(config, settings.world_size)
+    if 0 < gpus() < settings.ranks:
+        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        raise ConfigError(_wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
+    _check_dump_folder(config)
+    check_layout(config, degrees)  # last: to know the model's sizes it imports torch
+    return config, settings
+
+
+def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
+    """Run command on every rank, with logs in the dump folder. Raises ConfigError if that cannot be made."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    logs = Path(config.job.dump_folder) / "logs" / now
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
+    from components.ranks import run_ranks
+
+    return run_ranks(command, settings, logs)
+
+
+def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:
+    """Raises ConfigError with every variable that is wrong."""
+    mistakes: list[str] = []
+
+    def integer(name: str, default: int, least: int, most: float = float("inf")) -> int:
+        text = environment.get(name, "") or str(default)
+        if re.fullmatch(r"\d{1,9}", text.strip()) and least <= int(text) <= most:
+            return int(text)
+        allowed = f"an integer of {least} or more" if most == float("inf") else f"an integer from {least} to {most}"
+        mistakes.append(_wrong(environment, name, f"expected {allowed}"))
+        return default
+
+    nodes = integer("NNODES", 1, 1)
+    ranks = integer("NGPU", 1, 1) if environment.get("NGPU") else _default_ranks(config, nodes)
+    node_rank = integer("NODE_RANK", 0, 0, nodes - 1) if environment.get("NODE_RANK") else None
+    endpoint = environment.get("RDZV_ENDPOINT", "")
+    if nodes > 1 and not endpoint:
+        mistakes.append(_wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
+    if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
+        mistakes.append(_wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
+    shown, text = None, environment.get("LOG_RANK", "") or "0"
+    if text != "all":
+        try:
+            shown = frozenset(int(word) for word in text.split(","))
+        except ValueError:
+            shown = frozenset([-1])
+        if not mistakes and not all(0 <= rank < ranks * nodes for rank in shown):
+            reason = f'expected all, or ranks from 0 to {ranks * nodes - 1} as "0,1"'
+            mistakes.append(_wrong(environment, "LOG_RANK", reason))
+    settings = Settings(
+        ranks=ranks,
+        nodes=nodes,
+        node_rank=node_rank,
+        endpoint=endpoint,
+        shown=shown,
+        restarts=integer("MAX_RESTARTS", 0, 0),
+        shutdown_seconds=integer("SHUTDOWN_TIMEOUT_SECONDS", 300, 0),
+    )
+    if mistakes:
+        raise ConfigError(mistakes)
+    return settings
+
+
+def _wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
+    return f'environment: {name} = "{environment.get(name, "")}": {reason}'
+
+
+def _default_ranks(config: JobConfig, nodes: int) -> int:
+    """All GPUs of this node; on the CPU what the layout needs, and 2 where it needs no number of ranks."""
+    needed = minimum_ranks(config)
+    return gpus() or (max(1, needed // nodes) if needed > 1 else 2)
+
+
+def gpus() -> int:
+    """CUDA devices of this node that torch can use. torch is imported only where there may be any."""
+    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+    if not any(os.path.exists(path) for path in drivers) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") == "":
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def _check_dump_folder(config: JobConfig) -> None:
+    """Refuse a folder that could not be made, without making it: data may yet be wrong."""
+    folder = Path(config.job.dump_folder).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if not there.is_dir():
+        raise ConfigError(mistake(config, "job.dump_folder", f"{there} is not a folder"))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(mistake(config, "job.dump_folder", f"no permission to write in {there}"))
+
+
+def print_help() -> None:
+    """The usage, then every key as the tables document it."""
+    import tyro
+
+    hints = typing.get_type_hints(JobConfig)
+    names = [field.name for field in dataclasses.fields(JobConfig) if dataclasses.is_dataclass(hints[field.name])]
+    tables = dataclasses.make_dataclass(
+        "Tables", [(name, hints[name], dataclasses.field(default_factory=hints[name])) for name in names]
+    )
+    try:
+        print(_HELP)
+        tyro.cli(tables, prog="./run_train.sh", description="All keys:", args=["--help"], use_underscores=True)
+    except SystemExit:
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

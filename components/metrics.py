@@ -1,0 +1,280 @@
+"""What a run says of itself: metrics.jsonl, run.json, the console line, loss.png, Weights & Biases, TensorBoard."""
+
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+
+# Dense bfloat16 FLOP/s by the name that CUDA gives a device, from the makers' data sheets. Others are unknown: no MFU.
+PEAK_FLOPS = {
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+
+
+class Metrics:
+    """Writes a row a logged step. Only rank 0 has writers; on other ranks every method does nothing."""
+
+    def __init__(
+        self, config: JobConfig, rank: int, device: torch.device, flops_per_token: tuple[int, int], layout: str
+    ) -> None:
+        self.config, self.device, self.flops_per_token = config, device, flops_per_token
+        self.folder = Path(config.job.dump_folder)
+        self.rank = rank
+        self.peak = next((peak for name, peak in PEAK_FLOPS.items() if name in _device_name(device)), None)
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.writers: list[Any] = []
+        self.rows = self.folder / "metrics.jsonl"
+        self.started = self.last_time = time.perf_counter()
+        self.last_step = self.last_tokens = self.first_step = 0
+        if rank == 0:
+            self._write_run(layout)
+
+    def resume(self, step: int, tokens: int) -> None:
+        """Continue after this step: rows that an earlier run wrote beyond it are dropped, they will come again."""
+        self.last_step, self.last_tokens, self.first_step = step, tokens, step
+        self.started = self.last_time = time.perf_counter()
+        if self.rank:
+            return
+        if not step and self.rows.exists():  # another run's
+            self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
+        rows = self.read_rows()
+        kept = self.rows.with_suffix(".partial")
+        kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        kept.replace(self.rows)
+        if self.config.metrics.enable_tensorboard:
+            self.writers.append(_TensorBoard(self.folder / self.config.metrics.save_tb_folder, step))
+        if self.config.metrics.enable_wandb:
+            self.writers.append(_Wandb(self.folder, self.config, step))
+
+    def log(self, step: int, tokens: int, **values: float | None) -> None:
+        """Write the row of a training step: tokens seen so far, and loss, grad_norm, lr and what else is given."""
+        if self.rank:
+            return
+        now = time.perf_counter()
+        rate = (tokens - self.last_tokens) / (now - self.last_time)
+        full, half = (
+            flops * rate / (self.peak * self.world_size) if self.peak else None for flops in self.flops_per_token
+        )
+        row = {
+            "step": step,
+            **values,
+            "tokens": tokens,
+            "tokens_per_second": rate,
+            "mfu": full,
+            "mfu_causal": half,
+            "memory_gib": _memory_gib(self.device),
+            "seconds": now - self.started,
+        }
+        self._write(row)
+        steps = self.config.training.steps
+        eta = (steps - step) * (now - self.last_time) / max(1, step - self.last_step)
+        parts = [
+            f"step {step:>{len(str(steps))}}/{steps}",
+            f"loss {values['loss']:.4f}",
+            f"grad norm {values['grad_norm']:.3f}",
+            f"lr {values['lr']:.2e}",
+            f"{rate:,.0f} tokens/s",
+            *([f"mfu {full:.1%}"] if full else []),
+            f"{row['memory_gib']:.2f} GiB",
+            f"eta {_duration(eta)}",
+        ]
+        if skipped := values.get("skipped_steps"):
+            parts.append(f"{skipped:.0f} steps skipped")
+        self._print("  ".join(parts), colour="36")
+        self.restart_clock(step, tokens)
+
+    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+        """Write the row of a validation."""
+        if self.rank:
+            return
+        self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
+        self._print(f"step {step}  validation loss {loss:.4f}  ({tokens:,} tokens)", colour="32")
+
+    def restart_clock(self, step: int, tokens: int) -> None:
+        """Count rates from here: validation and saving are not training."""
+        self.last_time, self.last_step, self.last_tokens = time.perf_counter(), step, tokens
+
+    def close(self) -> None:
+        """Draw loss.png and close the writers."""
+        if self.rank:
+            return
+        for writer in self.writers:
+            writer.close()
+        self.writers = []
+        try:
+            draw_loss(self.read_rows(), self.folder / "loss.png", self.config.job.description)
+        except Exception as error:  # a picture must not hide how the run ended
+            print(f"loss.png could not be drawn: {error}", file=sys.stderr)
+
+    def read_rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl; a last line that a kill cut short is left out."""
+        rows = []
+        for line in self.rows.read_text().splitlines() if self.rows.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                break
+        return rows
+
+    def _write(self, row: dict[str, Any]) -> None:
+        # JSON has no NaN: what is not a finite number is null.
+        row = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+        with self.rows.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        for writer in self.writers:
+            writer.write(row)
+
+    def _print(self, line: str, colour: str) -> None:
+        coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
+        print(f"\033[{colour}m{line}\033[0m" if coloured else line, flush=True)
+
+    def _write_run(self, layout: str) -> None:
+        run = {
+            "description": self.config.job.description,
+            "layout": layout,
+            "ranks": self.world_size,
+            "device": _device_name(self.device),
+            "versions": _versions(),
+            "git": git_revision(),
+            "config": to_dict(self.config),
+        }
+        (self.folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(self, row: dict[str, Any]) -> None:
+        for key, value in row.items():
+            if key != "step" and value is not None:
+                self.writer.add_scalar(key, value, row["step"])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class _Wandb:
+    """A run whose id is kept in the dump folder, so that a resumed job continues the same curve."""
+
+    def __init__(self, folder: Path, config: JobConfig, step: int) -> None:
+        import wandb
+
+        file = folder / "wandb_run_id"
+        known = file.read_text().strip() if step and file.exists() else None
+        self.run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "meshwright"),
+            dir=str(folder),
+            id=known,
+            resume="allow" if known else None,
+            notes=config.job.description,
+            config=to_dict(config),
+        )
+        file.write_text(self.run.id)
+
+    def write(self, row: dict[str, Any]) -> None:
+        self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def lock_folder(config: JobConfig) -> FileLock:
+    """Make the dump folder and keep other runs out of it as long as the lock is held.
+
+    Raises:
+        ConfigError: another run holds it, or it cannot be made.
+    """
+    folder = Path(config.job.dump_folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / ".lock", blocking=False)
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(mistake(config, "job.dump_folder", "another run is writing into it")) from None
+    except OSError as error:
+        raise ConfigError(mistake(config, "job.dump_folder", str(error))) from None
+    return lock
+
+
+def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Training and validation loss by step, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        if points:
+            steps, losses = zip(*points, strict=True)
+            axes.plot(steps, losses, style, label=f"{label}: {losses[-1]:.3f}", markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def git_revision() -> dict[str, Any]:
+    """The repository's commit, and whether the tree differed from it; nulls outside a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            result = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return result.stdout.strip() if result.returncode == 0 else None
+
+    status = git("status", "--porcelain")
+    return {"revision": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
+    for package in ("torch", "torchdata", "numpy", "tiktoken"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
+
+
+def _memory_gib(device: torch.device) -> float:
+    """Peak memory of this rank: what CUDA's allocator held, or the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{seconds:02}s"

@@ -1,0 +1,402 @@
+"""Starts the ranks of this node, shows and keeps what they print, passes signals on, and tells how they ended.
+
+torchrun's agent (torch.distributed.elastic) lets nodes meet, numbers the ranks and restarts them. The four methods that
+it leaves to subclasses are written here instead of taken from torchrun's local agent, which kills a rank that is
+still saving 30 seconds after another one ended, signals loader workers too, dies of SIGUSR1, breaks progress bars
+into lines, and exits with 1 whatever the ranks' exit code was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from types import FrameType
+from typing import IO, TYPE_CHECKING, Any
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from components.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from components.launch import Settings
+
+_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_FAILURE_GRACE_SECONDS = 3.0
+"""What ranks get to report and end in, once one of them failed: peers of a dead rank may wait for it forever."""
+_SAME_CTRL_C_SECONDS = 1.0
+"""A terminal, and whatever runs us, may each send SIGINT for one Ctrl-C."""
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
+    """Run command on every rank of this node until all have ended; returns the exit code.
+
+    Output goes to logs/rank_N.log. The main thread waits for signals, another one runs the agent, so that a signal is
+    served at once even while nodes wait for each other inside a library call.
+    """
+    if "LOGLEVEL" not in os.environ:
+        logging.disable(logging.ERROR)  # the agent tells of each step; what failed is said below
+    ranks = Ranks(command, settings, logs)
+    for number in (*_STOPS, signal.SIGQUIT):
+        signal.signal(number, ranks.on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
+        signal.signal(signal.SIGHUP, ranks.on_signal)
+    thread = threading.Thread(target=_run_agent, args=(ranks, settings), daemon=True)
+    thread.start()
+    thread.join()
+    return ranks.report()
+
+
+def _run_agent(ranks: Ranks, settings: Settings) -> None:
+    static = settings.node_rank is not None and settings.nodes > 1
+    try:
+        handler = get_rendezvous_handler(
+            RendezvousParameters(
+                backend="static" if static else "c10d",
+                endpoint=settings.endpoint or "localhost:0",
+                run_id="meshwright",
+                min_nodes=settings.nodes,
+                max_nodes=settings.nodes,
+                local_addr=None if settings.endpoint else "localhost",
+                **({"rank": settings.node_rank} if static else {}),
+            )
+        )
+        spec = WorkerSpec(
+            role="trainer",
+            local_world_size=settings.ranks,
+            rdzv_handler=handler,
+            entrypoint=ranks.command[0],
+            args=tuple(ranks.command[1:]),
+            max_restarts=settings.restarts,
+            local_addr=None if settings.endpoint else "localhost",
+        )
+        try:
+            _Agent(spec, ranks).run()
+        finally:
+            handler.shutdown()
+    except Exception as error:
+        ranks.kill()
+        ranks.error = error
+
+
+class _Agent(SimpleElasticAgent):
+    """torchrun's agent, for ranks that are started and watched as Ranks does."""
+
+    def __init__(self, spec: WorkerSpec, ranks: Ranks) -> None:
+        super().__init__(spec)
+        self._ranks = ranks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """The variables are those that torchrun documents."""
+        spec = worker_group.spec
+        shared = {
+            "MASTER_ADDR": worker_group.master_addr,
+            "MASTER_PORT": worker_group.master_port,
+            "LOCAL_WORLD_SIZE": spec.local_world_size,
+            "GROUP_RANK": worker_group.group_rank,
+            "GROUP_WORLD_SIZE": worker_group.group_world_size,
+            "ROLE_NAME": spec.role,
+            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
+            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        }
+        variables = {
+            worker.global_rank: {
+                **shared,
+                "RANK": worker.global_rank,
+                "LOCAL_RANK": worker.local_rank,
+                "WORLD_SIZE": worker.world_size,
+                "ROLE_RANK": worker.role_rank,
+                "ROLE_WORLD_SIZE": worker.role_world_size,
+            }
+            for worker in worker_group.workers
+        }
+        pids = self._ranks.start(variables)
+        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._ranks.running():
+            return RunResult(state=WorkerState.HEALTHY)
+        if self._ranks.failed():
+            if not self._ranks.worth_restarting():
+                self._remaining_restarts = 0
+            elif self._remaining_restarts:
+                self._ranks.report_failure("starting all ranks again")
+            return RunResult(state=WorkerState.FAILED)
+        return RunResult(
+            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
+        )
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._ranks.kill()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._ranks.kill()
+
+
+class Ranks:
+    """The ranks of this node, from start to exit code. Signals arrive in the main thread, the rest in the agent's."""
+
+    def __init__(self, command: list[str], settings: Settings, logs: Path) -> None:
+        self.command = command
+        self.error: Exception | None = None
+        """What kept the agent from working."""
+        self._settings = settings
+        self._logs = logs
+        self._ranks: list[_Rank] = []
+        self._started = False
+        self._stop: signal.Signals | None = None
+        """The signal that the ranks were sent."""
+        self._stop_time = math.inf
+        self._at_once: signal.Signals | None = None
+        """The signal that asked to stop without saving."""
+
+    def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
+        """Start a rank for each entry, with these environment variables; returns process ids."""
+        environment = {
+            "OMP_NUM_THREADS": str(self._settings.threads),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
+            **os.environ,
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._started = True
+        self._ranks = []
+        for number, more in variables.items():
+            rank_environment = environment | {name: str(value) for name, value in more.items()}
+            self._ranks.append(_Rank(number, self.command, rank_environment, self._log(number), self._prefix(number)))
+        if self._stop:  # it came while they were started
+            self._signal(self._stop)
+        return {rank.number: rank.process.pid for rank in self._ranks}
+
+    def running(self) -> bool:
+        """Whether any rank is alive. Those that outstay their time are killed here."""
+        alive = [rank for rank in self._ranks if rank.code is None]
+        deadlines = [self._stop_time + self._settings.shutdown_seconds]
+        for rank in self._ranks:
+            if rank.code:
+                grace = self._settings.shutdown_seconds if self._orderly(rank) else _FAILURE_GRACE_SECONDS
+                deadlines.append(rank.end_time + grace)
+        if time.monotonic() >= min(deadlines):
+            for rank in alive:
+                rank.kill()
+        return bool(alive)
+
+    def failed(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.code and not self._orderly(rank)]
+
+    def worth_restarting(self) -> bool:
+        """Not after a stop that was asked for, nor where the same would happen again."""
+        return not self._stop and not self._at_once and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
+
+    def kill(self) -> None:
+        """End what is still there, unless all went well: loader workers and writers of a failed rank too."""
+        if any(rank.code is None for rank in self._ranks) or self.failed():
+            for rank in self._ranks:
+                rank.kill()
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Ask the ranks to save and stop; a second Ctrl-C, or SIGQUIT, ends them at once."""
+        got = signal.Signals(number)
+        if not self._started:
+            os._exit(128 + got)  # nothing to save, and the agent may be inside a call that can't be interrupted
+        now = time.monotonic()
+        again = self._stop is not None and got is signal.SIGINT and now - self._stop_time > _SAME_CTRL_C_SECONDS
+        if again or got is signal.SIGQUIT:
+            self._at_once = got
+            for rank in self._ranks:
+                rank.kill()
+        elif self._stop is None:
+            self._stop = signal.SIGTERM if got is signal.SIGHUP else got
+            self._stop_time = now
+            self._signal(self._stop)
+            hint = "; Ctrl-C again stops at once" if got is signal.SIGINT else ""
+            _say(f"{got.name}: the ranks save and stop{hint}")
+
+    def report(self) -> int:
+        """Say what went wrong, if anything, and return the exit code."""
+        for rank in self._ranks:
+            rank.finish_output()
+        if self._at_once:
+            _say(f"{self._at_once.name}: stopped at once, without saving")
+        elif self.error:
+            reason = self.error.__cause__ or self.error
+            place = f" at RDZV_ENDPOINT={self._settings.endpoint}" if self._settings.endpoint else ""
+            _say(f"the ranks of {self._settings.nodes} nodes could not meet{place}: {reason}")
+        elif self.failed():
+            self.report_failure()
+        return self._code()
+
+    def report_failure(self, then: str = "") -> None:
+        """Name the rank that failed first and its log; quote the log if the console did not show it."""
+        cause = self._cause()
+        assert cause.code is not None
+        if any(rank.code == ExitCode.CONFIG and rank.shown for rank in self.failed()):
+            return  # the console has said what to fix
+        if cause.killed:
+            how = f"did not stop within {self._settings.shutdown_seconds} seconds and was killed"
+        elif cause.code < 0:
+            how = f"was killed by {signal.Signals(-cause.code).name}"
+        else:
+            how = f"ended with exit code {cause.code}"
+        if not cause.shown:
+            for line in _last_lines(cause.log, 12):
+                _say(f"  {line}")
+        _say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
+        if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
+            _say(f"{_name(others)} did not end after that: killed")
+
+    def _code(self) -> int:
+        if self._at_once:
+            return 128 + self._at_once
+        if self.error:
+            return ExitCode.ERROR
+        if self.failed():
+            code = self._cause().code
+            return code if code is not None and code > 0 else ExitCode.LOST_RANK
+        stopped = [rank.code for rank in self._ranks if rank.code]
+        return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
+
+    def _cause(self) -> _Rank:
+        """The first rank to fail. Those whose exit may only echo the loss of a peer come after the others."""
+        echoes = (ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE)
+        return min(self.failed(), key=lambda rank: (rank.killed, rank.code in echoes, rank.end_time))
+
+    def _orderly(self, rank: _Rank) -> bool:
+        """Stopped by a signal after saving, or by the signal itself before there was anything to save."""
+        by_signal = [128 + number for number in _STOPS]
+        return rank.code in by_signal or (self._stop is not None and rank.code == -self._stop)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the ranks alone: their loader workers must live until they have saved."""
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):
+                rank.process.send_signal(number)
+
+    def _log(self, number: int) -> Path:
+        return self._logs / f"rank_{number}.log"
+
+    def _prefix(self, number: int) -> bytes | None:
+        """What stands before each line on the console; None keeps the rank off it."""
+        shown = self._settings.shown
+        if shown is not None and number not in shown:
+            return None
+        return b"" if shown is not None and len(shown) == 1 else f"[rank {number}] ".encode()
+
+
+class _Rank:
+    """One process, in a session of its own so that a terminal's Ctrl-C reaches it only through us."""
+
+    def __init__(
+        self, number: int, command: list[str], environment: dict[str, str], log: Path, prefix: bytes | None
+    ) -> None:
+        self.number = number
+        self.log = log
+        self.shown = prefix is not None
+        self.code: int | None = None
+        """None while it runs; -N if signal N killed it."""
+        self.end_time = math.inf
+        self.killed = False
+        """By us."""
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        file = log.open("ab", buffering=0)
+        self._outputs = [
+            threading.Thread(target=_copy, args=(stream, file, console, prefix), daemon=True)
+            for stream, console in ((self.process.stdout, 1), (self.process.stderr, 2))
+        ]
+        for thread in (*self._outputs, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def _wait(self) -> None:
+        """A thread for each rank, so that the first one to end is known."""
+        code = self.process.wait()
+        self.end_time = time.monotonic()
+        self.code = code
+
+    def kill(self) -> None:
+        """With its children, also when it has already ended."""
+        self.killed = self.killed or self.code is None
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def finish_output(self) -> None:
+        """Wait for its last words, but not for children that keep its pipe open."""
+        for thread in self._outputs:
+            thread.join(timeout=1)
+
+
+def _copy(stream: IO[bytes], file: IO[bytes], console: int, prefix: bytes | None) -> None:
+    """To the console as it comes, unless prefix is None, and to the file in whole lines: two streams end there.
+
+    Never stops reading, whatever becomes of them: a rank waits for its reader.
+    """
+    rest = b""
+    while chunk := os.read(stream.fileno(), 1 << 16):
+        *lines, rest = _LINE_END.split(rest + chunk)
+        _keep(file, b"".join(lines))
+        if prefix:
+            chunk = b"".join(prefix + line for line in lines)
+        if prefix is not None and not _show(console, chunk):
+            prefix = None
+    if rest:
+        _keep(file, rest + b"\n")
+    if rest and prefix:
+        _show(console, prefix + rest + b"\n")
+
+
+def _keep(file: IO[bytes], lines: bytes) -> None:
+    with contextlib.suppress(OSError):  # disk full
+        file.write(_ESCAPES.sub(b"", lines))
+
+
+def _show(console: int, chunk: bytes) -> bool:
+    """False once nobody reads the console: `run_train.sh | head` must not stop a run."""
+    while chunk:
+        try:
+            chunk = chunk[os.write(console, chunk) :]
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            return False
+    return True
+
+
+def _name(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def _say(line: str) -> None:
+    _show(2, f"{line}\n".encode())
+
+
+def _last_lines(path: Path, count: int) -> Iterable[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    return []

@@ -1,0 +1,194 @@
+"""Tokenizers from local files: tiktoken rank files (Llama 3's tokenizer.model) and Hugging Face's tokenizer.json.
+
+python -m components.tokenizer train --input assets/kjv --vocab-size 4096 --output assets/tokenizer/tokenizer.model
+"""
+
+import argparse
+import base64
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Protocol
+
+from components.config import ROOT, ConfigError
+
+# How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
+SPLIT_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPECIAL_TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    *(f"<|reserved_special_token_{number}|>" for number in range(4)),
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|reserved_special_token_4|>",
+    "<|eot_id|>",
+    *(f"<|reserved_special_token_{number}|>" for number in range(5, 251)),
+]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Text that looks like a special token is text."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class TiktokenTokenizer:
+    """A rank file, "<base64 of the bytes> <rank>" a line, split and followed by special tokens as in Llama 3."""
+
+    def __init__(self, path: Path) -> None:
+        import tiktoken
+
+        try:
+            lines = [line.split() for line in path.read_bytes().splitlines() if line]
+            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
+        except ValueError as error:
+            raise ConfigError(f"{path}: not a tiktoken rank file: {error}") from None
+        if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
+            raise ConfigError(f"{path}: not a whole tiktoken rank file: a byte has no rank, or ranks have gaps")
+        specials = {token: len(ranks) + number for number, token in enumerate(SPECIAL_TOKENS)}
+        self._encoding = tiktoken.Encoding(
+            path.stem, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+        )
+        self.vocab_size = len(ranks) + len(specials)
+        self.bos_id: int | None = specials["<|begin_of_text|>"]
+        self.eos_id: int | None = specials["<|end_of_text|>"]
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def decode(self, ids: list[int]) -> str:
+        return self._encoding.decode(ids)
+
+
+class JsonTokenizer:
+    """A tokenizer.json; the names of its first and last token come from tokenizer_config.json beside it."""
+
+    def __init__(self, path: Path) -> None:
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises no narrower type
+            raise ConfigError(f"{path}: not a tokenizer.json: {error}") from None
+        self._tokenizer.encode_special_tokens = True
+        # Some files ask for short inputs of one length: that would lose the rest of a document.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        # Ids may have gaps.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        settings_file = path.with_name("tokenizer_config.json")
+        try:
+            settings = json.loads(settings_file.read_bytes()) if settings_file.exists() else {}
+        except ValueError as error:
+            raise ConfigError(f"{settings_file}: not JSON: {error}") from None
+        self.bos_id = self._special(settings.get("bos_token"), settings_file)
+        self.eos_id = self._special(settings.get("eos_token"), settings_file)
+
+    def _special(self, token: str | dict[str, str] | None, settings_file: Path) -> int | None:
+        content = token["content"] if isinstance(token, dict) else token
+        found = None if content is None else self._tokenizer.token_to_id(content)
+        if content is not None and found is None:
+            raise ConfigError(f'{settings_file}: names a token "{content}" that the tokenizer does not have')
+        return found
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def find_tokenizer(path: str) -> Path:
+    """The tokenizer's file: path itself, or the one in that folder; relative to here, else to the repository.
+
+    Raises:
+        ConfigError: there is none; says how to get one.
+    """
+    given = Path(os.path.expanduser(path))
+    found = given if given.exists() else ROOT / given
+    if found.is_dir():
+        candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
+        found = next((candidate for candidate in candidates if candidate.exists()), found)
+    if not found.is_file():
+        raise ConfigError(
+            f"model.hf_assets_path: no tokenizer at {path}: give a tiktoken rank file or a tokenizer.json, or the "
+            f"folder that holds one (from the model's page on huggingface.co); assets/tokenizer is in this repository"
+        )
+    return found
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer at a path, as find_tokenizer finds it. Raises ConfigError."""
+    file = find_tokenizer(path)
+    return JsonTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+
+
+def fingerprint(path: str) -> str:
+    """Changes when the tokenizer would encode differently."""
+    file = find_tokenizer(path)
+    settings = file.with_name("tokenizer_config.json")
+    content = file.read_bytes() + (settings.read_bytes() if settings.exists() else b"")
+    return hashlib.blake2b(SPLIT_PATTERN.encode() + content, digest_size=16).hexdigest()
+
+
+def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
+    """Train a byte-level BPE on text files and write it as a rank file; vocab_size counts the special tokens too.
+
+    Raises:
+        ConfigError: vocab_size leaves no room for the 256 bytes.
+    """
+    if vocab_size < 256 + len(SPECIAL_TOKENS):
+        raise ConfigError(f"a vocabulary of {vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need more")
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train([str(file) for file in files], trainer)
+    # The library writes each byte as a printable character; ids are in the order of merging, as ranks are.
+    byte_of = _bytes_of_characters()
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with output.open("wb") as file:
+        for token, rank in tokens:
+            file.write(base64.b64encode(bytes(byte_of[character] for character in token)) + b" %d\n" % rank)
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """GPT-2's printable character of each byte, inverted: printable Latin-1 stands for itself, the rest from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m components.tokenizer")
+    command = parser.add_subparsers(required=True).add_parser("train", help="train a byte-level BPE on text files")
+    command.add_argument("--input", type=Path, required=True, help="a text file, or a folder of .txt files")
+    command.add_argument("--vocab-size", type=int, required=True, help="entries, with the 256 special tokens")
+    command.add_argument("--output", type=Path, required=True, help="the rank file to write")
+    arguments = parser.parse_args(argv)
+    files = sorted(arguments.input.rglob("*.txt")) if arguments.input.is_dir() else [arguments.input]
+    train_bpe(files, arguments.vocab_size, arguments.output)
+    print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

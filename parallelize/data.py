@@ -1,0 +1,80 @@
+"""Data parallel: replicas (DDP), shards (FSDP: arXiv:2304.11277), or replicas of shards (HSDP), all by fully_shard."""
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from components.config import Parallelism, Training
+
+
+def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+    """Shard parameters over dp_shard, replicate them over dp_replicate, and compute in the precision asked for.
+
+    Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's tokens.
+    One rank is wrapped only for bfloat16, so that it means the same at every degree, and for offloading.
+    """
+    precision = getattr(torch, training.mixed_precision_param)
+    if mesh.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
+        return
+    if mesh["dp_replicate"].size() == 1:
+        mesh = mesh["dp_shard"]
+    # Inputs are not cast: token ids must not be, the hidden state already is, and rotary angles stay in float32.
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
+    )
+    on_cuda = mesh.device_type == "cuda"
+    offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
+    reshard = parallelism.fsdp_reshard_after_forward
+
+    def shard(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
+        fully_shard(
+            modules,
+            mesh=mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            reshard_after_forward=reshard_after_forward,
+        )
+
+    # A tied table belongs to both ends of the model: it stays with the root, which is gathered throughout.
+    children = dict(model.named_children())
+    embedding, layers = children.get("tok_embeddings"), children["layers"]
+    ends = [children[name] for name in ("norm", "output") if name in children]
+    tied = embedding is not None and "output" in children and embedding.weight is children["output"].weight
+    if embedding is not None and not tied:
+        shard(embedding, reshard != "never")
+    for block in layers.children():
+        shard(block, reshard != "never")
+    if ends and not tied:
+        # Backward starts with the head: freeing it after forward would only gather it again.
+        shard(ends, reshard == "always")
+    shard(model, reshard == "always")
+    _prefetch(list(layers.children()), parallelism.fsdp_prefetch_layers)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+
+
+def _prefetch(blocks: list[nn.Module], count: int) -> None:
+    """Gather that many layers ahead, in forward and in backward. One ahead is what FSDP does by itself."""
+    for number, block in enumerate(blocks) if count > 1 else ():
+        assert isinstance(block, FSDPModule)
+        block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + count])  # type: ignore[arg-type]
+        before = blocks[max(0, number - count) : number]
+        block.set_modules_to_backward_prefetch(before[::-1])  # type: ignore[arg-type]
+
+
+def reshard(stages: list[nn.Module]) -> None:
+    """Free the weights that a forward without backward left gathered, so that parameters are each rank's own again."""
+    for stage in stages:
+        for module in stage.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def set_gradient_sync(stages: list[nn.Module], last: bool) -> None:
+    """Reduce gradients in the next backward only if it is the last of its step."""
+    for stage in stages:
+        if isinstance(stage, FSDPModule):
+            stage.set_requires_gradient_sync(last)

@@ -1,0 +1,248 @@
+"""Run train.py's own build and step functions on real gloo ranks, and observe them. Every layout is proven with it.
+
+Ranks are forked from a server that has torch and train.py imported, so that a layout costs a second and not six.
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+torch.set_num_threads(1)  # before the fork server runs any operation: children of a threaded parent hang
+
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # slow to import: once, before the fork
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import train
+from components.checkpoint import Checkpointer
+from components.config import ROOT, load_config
+from components.distributed import init_distributed, leave
+from models.llama import FLAVORS, LlamaConfig
+
+RECIPE = ROOT / "recipes" / "llama_debug.toml"
+FLAVORS["tiny"] = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096)
+FLAVORS["tiny_tied"] = LlamaConfig(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=True
+)
+# Nothing here divides by 2, 3 or 4 ranks.
+FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=4099)
+
+SMALL = [
+    *("--model.flavor", "tiny", "--training.seq_len", "32", "--training.global_batch_size", "36"),
+    *("--training.local_batch_size", "36", "--training.steps", "100", "--lr_scheduler.warmup_steps", "0"),
+    *("--optimizer.lr", "1e-3", "--optimizer.eps", "1e-5", "--validation.enable", "false"),
+    *("--parallelism.data_parallel_replicate_degree", "1", "--parallelism.data_parallel_shard_degree", "-1"),
+    *("--checkpoint.enable", "false"),
+]
+"""The debug recipe where a step takes milliseconds. With this eps the sign of near-zero gradients decides nothing."""
+
+
+@dataclass
+class Observation:
+    """What a few steps of one layout did; tensors are whole."""
+
+    first_weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    """Of the first step, before clipping."""
+    weights: dict[str, Tensor]
+    losses: list[float]
+    norms: list[list[float]]
+    """By rank, then by step."""
+    sequences: dict[str, list[str]]
+    """Hashes of (tokens, labels) in the order of the global batch, by step."""
+    extra: Any = None
+    """What the case's own function returned on rank 0."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout to run: overrides of the recipe, ranks, steps, and what a test wants changed or asked."""
+
+    overrides: tuple[str, ...] = ()
+    ranks: int = 1
+    steps: int = 5
+    valid_labels: tuple[int, ...] = ()
+    """Labels kept of each sequence of the global batch, cycled; empty keeps all."""
+    mutate: Callable[[], None] | None = None
+    """Called in each rank before it builds: a planted fault."""
+    at_end: Callable[[train.Run], Any] | None = None
+    folder: str = ""
+    """Resume from this folder if there is a checkpoint in it, and save there at the end."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+def observe(*overrides: str, **options: Any) -> Observation:
+    """Run a case (options are those of Case) and return what was observed. Raises RuntimeError if a rank failed."""
+    case = Case(overrides=overrides, **options)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness"])
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        ranks = [context.Process(target=_rank, args=(rank, case, folder, port)) for rank in range(case.ranks)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join(120)
+        codes = [rank.exitcode for rank in ranks]
+        for rank in ranks:
+            rank.kill()
+        if any(codes):
+            errors = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error_*")))
+            raise RuntimeError(f"ranks ended with {codes}\n{errors}")
+        observation = torch.load(Path(folder) / "observation.pt", weights_only=False)
+    observation.seconds = time.perf_counter() - started
+    return observation
+
+
+def figures(observed: Observation, reference: Observation) -> dict[str, float]:
+    """Differences between two runs, worst over parameters and steps; 0 for what is equal bit by bit."""
+    assert observed.weights.keys() == reference.weights.keys()
+    norms = [abs(norm / right - 1) for norm, right in zip(observed.norms[0], reference.norms[0], strict=True)]
+    losses = [abs(loss / right - 1) for loss, right in zip(observed.losses, reference.losses, strict=True)]
+    return {
+        "weights at step 0": float(not _equal(observed.first_weights, reference.first_weights)),
+        "tokens": float(observed.sequences != reference.sequences),
+        "loss": max(losses),
+        "gradient": _worst(observed.gradients, reference.gradients),
+        "gradient norm": max(norms),
+        "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
+        "weights": _worst(observed.weights, reference.weights),
+    }
+
+
+BARS = {
+    "weights at step 0": 0.0,
+    "tokens": 0.0,
+    "loss": 1e-6,
+    "gradient": 1e-5,
+    "gradient norm": 1e-5,
+    "norm among ranks": 0.0,
+    "weights": 1e-5,
+}
+"""How far a layout may be from one process, in float32."""
+
+
+def broken_bars(observed: Observation, reference: Observation) -> dict[str, float]:
+    """The figures that are over their bars: empty if it is the same run."""
+    return {name: value for name, value in figures(observed, reference).items() if not value <= BARS[name]}
+
+
+def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def _worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> float:
+    errors = [((values[name] - right).norm() / right.norm()).item() for name, right in references.items()]
+    return max(error if error == error else float("inf") for error in errors)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _weights(run: train.Run) -> dict[str, Tensor]:
+    return {name: _whole(parameter) for stage in run.stages for name, parameter in stage.named_parameters()}
+
+
+def _rank(rank: int, case: Case, folder: str, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **case.environment}
+    code = 0
+    try:
+        observation = _observe(case)
+        if rank == 0:
+            torch.save(observation, Path(folder) / "observation.pt")
+    except BaseException as error:
+        code = 1
+        (Path(folder) / f"error_{rank}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
+    leave(code)
+
+
+def _observe(case: Case) -> Observation:
+    """The loop of train.train without metrics and signals: what it calls is train.py's own."""
+    if case.mutate:
+        case.mutate()
+    argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
+    config = load_config(argv)
+    run = train.build(config, init_distributed(20))
+    checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
+    if case.folder:
+        train.resume(run, checkpointer)
+    seen: dict[str, list[str]] = {}
+    gradients: dict[str, Tensor] = {}
+    clip = train.clip_gradients
+
+    def clip_observed(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        if not gradients:
+            for stage in run.stages:
+                for name, parameter in stage.named_parameters():
+                    assert parameter.grad is not None, name
+                    gradients[name] = _whole(parameter.grad)
+        return clip(parameters, max_norm)
+
+    train.clip_gradients = clip_observed
+    first_weights, losses, norms = _weights(run), [], []
+    batches = _observed_batches(run, case.valid_labels, seen)
+    for _ in range(case.steps):
+        kept = case.valid_labels or (config.training.seq_len,)
+        valid = sum(kept[slot % len(kept)] for slot in range(run.global_batch_size))
+        loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.valid_tokens(run))
+        losses.append(train.sum_over_batch_ranks(loss, run.mesh).item())
+        norms.append(norm.item())
+    if case.folder:
+        checkpointer.save(run.step, run.state())
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, (train.batch_rank(run.mesh), seen, norms))
+    everything.sort(key=lambda item: item[0])
+    sequences = {step: [digest for _, part, _ in everything for digest in part[step]] for step in seen}
+    weights = _weights(run)
+    extra = case.at_end(run) if case.at_end else None
+    return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)
+
+
+def _observed_batches(
+    run: train.Run, valid_labels: tuple[int, ...], seen: dict[str, list[str]]
+) -> Iterator[dict[str, Tensor]]:
+    share = run.global_batch_size // run.degrees.batch_ranks
+    for number, batch in enumerate(train.micro_batches(run)):
+        micro_batch = number % run.accumulation
+        size = len(batch["tokens"])
+        for row in range(size):
+            slot = train.batch_rank(run.mesh) * share + micro_batch * size + row
+            if valid_labels:
+                batch["labels"][row, valid_labels[slot % len(valid_labels)] :] = -100
+            content = batch["tokens"][row].numpy().tobytes() + batch["labels"][row].numpy().tobytes()
+            seen.setdefault(str(run.step), []).append(hashlib.blake2b(content, digest_size=8).hexdigest())
+        yield batch
+
+
+def main() -> None:
+    """Print the figures of one layout: python -m tests.harness RANKS --table.key value ..."""
+    import sys
+
+    reference = observe()
+    observed = observe(*sys.argv[2:], ranks=int(sys.argv[1]))
+    print(json.dumps(figures(observed, reference) | {"seconds": observed.seconds}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Everything that must pass before a commit: lint, format, types, tests. Words given go to pytest.
+set -euo pipefail
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
+find_python --group test
+cd "$root"
+
+failed=""
+step() {
+    echo "== $1"
+    shift
+    "$python" -m "$@" || failed="$failed $1"
+}
+step "lint" ruff check .
+step "format" ruff format --check .
+step "types" mypy train.py components models parallelize tests
+step "tests" pytest --durations=10 "$@"
+
+if [ -n "$failed" ]; then
+    echo "failed:$failed" >&2
+    exit 1
+fi

@@ -1,0 +1,144 @@
+"""The model against Hugging Face's, on small random configurations: everything later is proven equal to this model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from components.init import initialize_weights
+from models.layers import RopeScaling
+from models.llama import FLAVORS, Llama, LlamaConfig
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "attention.wq": "self_attn.q_proj",
+    "attention.wk": "self_attn.k_proj",
+    "attention.wv": "self_attn.v_proj",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped queries": {},
+    "one key head": {"n_kv_heads": 1},
+    "all key heads": {"n_kv_heads": 8},
+    "scaled rotary": {"rope_scaling": RopeScaling(factor=8.0, original_max_position=32)},
+    "tied": {"tie_embeddings": True},
+    "tied and scaled": {"tie_embeddings": True, "rope_scaling": RopeScaling(factor=32.0, original_max_position=16)},
+}
+
+
+def hugging_face_name(name: str) -> str:
+    for ours, theirs in NAMES.items():
+        name = name.replace(ours, theirs)
+    name = name.replace("output.weight", "lm_head.weight")
+    return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
+
+
+def build_pair(length: int, **changes: Any) -> tuple[Llama, torch.nn.Module]:
+    config = LlamaConfig(
+        **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
+    )
+    scaling = config.rope_scaling
+    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if scaling:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position,
+        }
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=config.dim,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            intermediate_size=config.ffn_dim,
+            vocab_size=config.vocab_size,
+            rms_norm_eps=config.norm_eps,
+            max_position_embeddings=max(length, 512),
+            rope_parameters=rope,
+            tie_word_embeddings=config.tie_embeddings,
+            attn_implementation="eager",
+        )
+    )
+    ours = Llama(config)
+    initialize_weights(ours, ours.init_std, seed=0)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if "norm" in name:  # ones would hide a norm that is left out
+                parameter.add_(torch.linspace(-0.5, 0.5, config.dim))
+            elif name != "tok_embeddings.weight":
+                parameter.mul_(5)  # attention that is not close to uniform
+            theirs.get_parameter(hugging_face_name(name)).copy_(parameter)
+    return ours, theirs
+
+
+def relative_error(value: Tensor, reference: Tensor) -> float:
+    return ((value - reference).norm() / reference.norm()).item()
+
+
+@pytest.mark.parametrize("length", [96, 300], ids=["plain attention", "fused attention"])
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_equal_those_of_transformers(case: str, length: int) -> None:
+    ours, theirs = build_pair(length, **CASES[case])
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, 300, (2, length), generator=generator)
+    labels = torch.randint(0, 300, (2, length), generator=generator)
+    labels[0, :40] = -100
+
+    logits = theirs(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    assert relative_error(ours(tokens), logits) < 1e-5
+    ours(tokens, labels).backward()
+    for name, parameter in ours.named_parameters():
+        reference = theirs.get_parameter(hugging_face_name(name))
+        assert parameter.grad is not None, name
+        assert reference.grad is not None, name
+        assert relative_error(parameter.grad, reference.grad) < 1e-5, name
+
+
+def test_positions_move_the_rotation() -> None:
+    ours, _ = build_pair(64)
+    tokens = torch.arange(64)[None]
+    shifted = ours(tokens, positions=torch.arange(64)[None] + 1000)
+    assert relative_error(shifted, ours(tokens)) < 1e-4, "rotary attention sees only differences of positions"
+    stretched = ours(tokens, positions=torch.arange(64)[None] * 2)
+    assert relative_error(stretched, ours(tokens)) > 1e-3
+
+
+def test_no_valid_label_is_a_loss_of_zero_with_gradients_of_zero() -> None:
+    ours, _ = build_pair(32)
+    loss = ours(torch.zeros(1, 32, dtype=torch.long), torch.full((1, 32), -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in ours.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flavor", "billions"), [("1B", 1.236), ("3B", 3.213), ("8B", 8.030), ("70B", 70.554), ("405B", 405.853)]
+)
+def test_published_sizes(flavor: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = Llama(FLAVORS[flavor])
+    assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 3) == billions
+
+
+def test_flops_follow_the_published_formulas() -> None:
+    """8B at 8192 tokens: torchtitan's formula, by hand."""
+    with torch.device("meta"):
+        model = Llama(FLAVORS["8B"])
+    full, causal = model.flops_per_token(8192)
+    norms = 65 * 4096
+    matmul = sum(parameter.numel() for parameter in model.parameters()) - norms - 128_256 * 4096
+    assert full == 6 * matmul + 12 * 32 * 32 * 128 * 8192
+    assert causal == 6 * matmul + 6 * 32 * 32 * 128 * 8192

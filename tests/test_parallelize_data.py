@@ -1,0 +1,194 @@
+"""Data parallel layouts are the run of one process: weights, tokens, loss, gradients, norm and later weights."""
+
+import __future__
+
+import functools
+import importlib
+import inspect
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Observation, broken_bars, figures, observe
+
+REPLICATE = "--parallelism.data_parallel_replicate_degree"
+SHARD = "--parallelism.data_parallel_shard_degree"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
+LOCAL = "--training.local_batch_size"
+GLOBAL_BATCH = 36
+
+LAYOUTS = {
+    **{f"ddp {ranks}": (ranks, (REPLICATE, str(ranks))) for ranks in (2, 3, 4)},
+    **{
+        f"fsdp {ranks} {reshard}": (ranks, (SHARD, str(ranks), RESHARD, reshard))
+        for ranks in (2, 3, 4)
+        for reshard in ("always", "never", "default")
+    },
+    **{f"hsdp {replicas}x{shards}": (replicas * shards, (REPLICATE, str(replicas), SHARD, str(shards)))
+       for replicas, shards in ((2, 2), (2, 3))},
+}  # fmt: skip
+UNEVEN_LABELS = (1, 7, 0, 30)
+
+
+def local_batch(ranks: int, accumulation: int) -> tuple[str, str]:
+    return LOCAL, str(GLOBAL_BATCH // ranks // accumulation)
+
+
+@functools.cache
+def one_process(*overrides: str, valid_labels: tuple[int, ...] = ()) -> Observation:
+    return observe(*overrides, valid_labels=valid_labels)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_is_the_run_of_one_process(layout: str, accumulation: int) -> None:
+    """Sequences keep 1, 7, 0 and 30 labels, so that ranks and micro-batches weigh differently."""
+    ranks, overrides = LAYOUTS[layout]
+    observed = observe(*overrides, *local_batch(ranks, accumulation), ranks=ranks, steps=5, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def test_accumulation_alone() -> None:
+    assert not broken_bars(observe(LOCAL, "12"), one_process())
+
+
+@pytest.mark.parametrize("layout", ["ddp 3", "fsdp 4 default", "hsdp 2x3"])
+@pytest.mark.parametrize("flavor", ["odd", "tiny_tied"])
+def test_odd_sizes_and_tied_tables(flavor: str, layout: str) -> None:
+    """Width and vocabulary that no number of ranks divides; a table that is both ends of the model."""
+    ranks, overrides = LAYOUTS[layout]
+    observed = observe("--model.flavor", flavor, *overrides, *local_batch(ranks, 1), ranks=ranks)
+    assert not broken_bars(observed, one_process("--model.flavor", flavor))
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default", "hsdp 2x2"])
+@pytest.mark.parametrize("setting", ["--training.enable_cpu_offload=true", "--parallelism.fsdp_prefetch_layers=2"])
+def test_offload_and_prefetch(setting: str, layout: str) -> None:
+    """On the CPU offloading moves nothing, but its path is another one."""
+    ranks, overrides = LAYOUTS.get(layout, (1, ()))
+    observed = observe(setting, *overrides, *local_batch(ranks, 3), ranks=ranks, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2 default", "hsdp 2x2"])
+def test_bfloat16_means_the_same_at_every_degree(layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    precision = ("--training.mixed_precision_param", "bfloat16")
+    observed = observe(*precision, *overrides, *local_batch(ranks, 1), ranks=ranks)
+    found = figures(observed, one_process(*precision))
+    assert found["gradient"] < 1e-2
+    assert found["loss"] < 1e-3
+    assert not found["weights at step 0"]
+    assert figures(observed, one_process())["gradient"] > 1e-4, "it was not computed in bfloat16"
+
+
+def test_same_layout_twice_is_the_same_bits() -> None:
+    runs = [observe(SHARD, "2", *local_batch(2, 3), ranks=2) for _ in range(2)]
+    found = figures(*runs)
+    assert set(found.values()) == {0.0}
+
+
+def rewrite(module: str, function: str, old: str, new: str) -> None:
+    """Plant a fault: replace a piece of a function's source. Fails if the piece is not there."""
+    owner, trainer = importlib.import_module(module), importlib.import_module("train")
+    source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
+    assert source.count(old) == 1, f"{old!r} is not once in {module}.{function}"
+    code = compile(source.replace(old, new), f"<{function}>", "exec", __future__.annotations.compiler_flag)
+    exec(code, owner.__dict__)
+    if hasattr(trainer, function):
+        setattr(trainer, function, getattr(owner, function))
+
+
+FAULTS = {
+    "FSDP's averaging left on": (
+        "parallelize.data",
+        "apply_data_parallel",
+        "set_gradient_divide_factor(1.0)",
+        "set_gradient_divide_factor(float(mesh.size()))",
+    ),
+    "divided by local tokens": ("train", "train_step", "/ valid", "/ (valid / run.degrees.batch_ranks)"),
+    "divided after backward": (
+        "train",
+        "train_step",
+        "next(batches)) / valid\n        part.backward()\n        loss += part.detach()",
+        "next(batches))\n        part.backward()\n        loss += part.detach() / valid",
+    ),
+    "norm not summed over shards": ("components.optimizer", "clip_gradients", "group in groups:", "group in ():"),
+    "loss summed over the wrong mesh": (
+        "parallelize.mesh",
+        "sum_over_batch_ranks",
+        '("dp_replicate", "dp_shard")',
+        '("dp_replicate",)',
+    ),
+    "a micro-batch dropped": ("train", "train_step", "range(run.accumulation)", "range(1, run.accumulation)"),
+    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation - 1", "last=False"),
+    "a rank starts from other weights": (
+        "train",
+        "build_model",
+        "stage.init_std, config.debug.seed",
+        "stage.init_std, config.debug.seed + dist.get_rank()",
+    ),
+    "two ranks see the same batch": ("train", "micro_batches", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
+    "learning rate of another step": ("train", "train_step", "run.step, config.lr_", "run.step + 9, config.lr_"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2 default"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, layout: str) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    if layout == "ddp 2" and fault in ("norm not summed over shards", "loss summed over the wrong mesh"):
+        pytest.skip("it is no fault without shards")
+    schedule = ("--lr_scheduler.decay_type", "linear", "--training.steps", "20")
+    reference = one_process(*schedule, valid_labels=UNEVEN_LABELS)
+    try:
+        observed = observe(
+            *schedule,
+            *overrides,
+            *local_batch(ranks, 3),
+            ranks=ranks,
+            valid_labels=UNEVEN_LABELS,
+            mutate=functools.partial(rewrite, *FAULTS[fault]),
+        )
+    except RuntimeError:
+        assert fault == "gradients never reduced", "only this fault may leave a parameter without a gradient"
+        return
+    assert broken_bars(observed, reference)
+
+
+def test_harness_without_a_fault_is_green() -> None:
+    """The case of the planted faults, with a rewrite that changes nothing."""
+    same = ("train", "train_step", "/ valid", "/ (valid)")
+    observed = observe(
+        SHARD, "2", *local_batch(2, 3), ranks=2, valid_labels=UNEVEN_LABELS, mutate=functools.partial(rewrite, *same)
+    )
+    assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def test_resume_at_other_layouts_is_the_unbroken_run(tmp_path: Path) -> None:
+    """Two steps at each of these layouts, each from the checkpoint of the one before."""
+    chain = ["one", "fsdp 2 default", "ddp 2", "hsdp 2x2", "fsdp 3 default", "fsdp 2 always", "one"]
+    unbroken = observe(steps=2 * len(chain))
+    losses: list[float] = []
+    sequences: dict[str, list[str]] = {}
+    for name in chain:
+        ranks, overrides = LAYOUTS.get(name, (1, ()))
+        part = observe(
+            *("--checkpoint.enable", *overrides, *local_batch(ranks, 1)), ranks=ranks, steps=2, folder=str(tmp_path)
+        )
+        losses += part.losses
+        sequences |= part.sequences
+    assert sequences == unbroken.sequences
+    assert max(abs(loss / whole - 1) for loss, whole in zip(losses, unbroken.losses, strict=True)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", ["one", "fsdp 2 default", "ddp 2"])
+def test_resume_at_the_same_layout_is_the_same_bits(layout: str, tmp_path: Path) -> None:
+    ranks, overrides = LAYOUTS.get(layout, (1, ()))
+    given = ("--checkpoint.enable", *overrides, *local_batch(ranks, 1))
+    unbroken = observe(*given, ranks=ranks, steps=20)
+    first, second = (observe(*given, ranks=ranks, steps=10, folder=str(tmp_path)) for _ in range(2))
+    assert first.losses + second.losses == unbroken.losses
+    assert first.norms[0] + second.norms[0] == unbroken.norms[0]
+    assert all((second.weights[name] == weight).all() for name, weight in unbroken.weights.items())

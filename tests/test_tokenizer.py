@@ -1,0 +1,186 @@
+"""Tokenizers: the bundled one, one trained here, and tokenizer.json."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from components.config import ROOT, ConfigError
+from components.tokenizer import SPECIAL_TOKENS, JsonTokenizer, find_tokenizer, fingerprint, load_tokenizer, train_bpe
+
+BUNDLED = "assets/tokenizer"
+TEXTS = [
+    "",
+    " ",
+    "In the beginning God created the heaven and the earth.",
+    "  two  spaces\t\ttabs \n\n\r\n lines \r ",
+    "naïve Ünïcödé e\u0301 日本語 עִבְרִית 😀👩‍👩‍👧 \U0010ffff",
+    "\x00\x01\x7f\ufeff\u200b\u2028",
+    "12345678901234567890 3.14 it's WE'LL I'd",
+    "x" * 10_000,
+    "<|begin_of_text|><|end_of_text|><|eot_id|></s><s>",
+]
+
+
+def save_json_tokenizer(folder: Path, *, settings: bool = True) -> Path:
+    """A small tokenizer.json as Hugging Face ships it, in a folder, with the tokens <s> and </s>."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet)
+    made.train_from_iterator(["In the beginning God created the heaven and the earth."], trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    if settings:
+        names = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+        (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A rank file trained on a little text."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text("In the beginning God created the heaven and the earth. " * 50 + "naïve 日本")
+    train_bpe([folder / "text.txt"], 600, folder / "deep" / "tokenizer.model")
+    return folder / "deep" / "tokenizer.model"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_json_tokenizer(tmp_path_factory.mktemp("saved"))
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+@pytest.mark.parametrize("kind", ["bundled", "trained", "saved"])
+def test_text_comes_back(request: pytest.FixtureRequest, kind: str, text: str) -> None:
+    tokenizer = load_tokenizer(BUNDLED if kind == "bundled" else str(request.getfixturevalue(kind)))
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert not {tokenizer.bos_id, tokenizer.eos_id} & set(ids), "text that looks like a special token is text"
+
+
+def test_special_tokens_follow_the_ranks() -> None:
+    tokenizer = load_tokenizer(BUNDLED)
+    assert tokenizer.vocab_size == 4096
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (4096 - 256, 4096 - 255)
+    assert len(set(SPECIAL_TOKENS)) == 256
+    # As in Llama 3, where 128,000 ranks make <|eot_id|> 128,009.
+    assert SPECIAL_TOKENS.index("<|eot_id|>") == 9
+    assert tokenizer.decode([4096 - 256]) == "<|begin_of_text|>"
+
+
+def test_a_trained_file_has_every_byte_and_the_size_that_was_asked_for(trained: Path) -> None:
+    ranks = dict(line.split() for line in trained.read_bytes().splitlines())
+    assert {base64.b64encode(bytes([byte])) for byte in range(256)} <= set(ranks)
+    assert sorted(map(int, ranks.values())) == list(range(len(ranks)))
+    tokenizer = load_tokenizer(str(trained))
+    assert 512 < tokenizer.vocab_size <= 600
+    assert len(tokenizer.encode(" beginning")) == 1
+    with pytest.raises(ConfigError, match="a vocabulary of 500"):
+        train_bpe([trained], 500, trained)
+
+
+def test_training_is_a_command(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a rose is a rose is a rose")
+    words = ["train", "--input", str(tmp_path), "--vocab-size", "520", "--output", str(tmp_path / "out.tiktoken")]
+    command = [sys.executable, "-m", "components.tokenizer", *words]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.endswith(f"{tmp_path / 'out.tiktoken'}: {load_tokenizer(str(tmp_path)).vocab_size} tokens\n")
+
+
+def test_first_and_last_token_come_from_the_settings(saved: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(saved))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (0, 1)
+    assert load_tokenizer(str(saved / "tokenizer.json")).eos_id == 1
+    bare = load_tokenizer(str(save_json_tokenizer(tmp_path, settings=False)))
+    assert (bare.bos_id, bare.eos_id) == (None, None)
+
+
+def test_a_tokenizer_that_asks_for_short_inputs_still_encodes_all(saved: Path, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    made.enable_truncation(8)
+    made.enable_padding(length=64)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for text in ("a", "the heaven and the earth " * 40):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_ids_with_gaps_stay_below_the_vocabulary_size(tmp_path: Path) -> None:
+    model = models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(str(tmp_path)).vocab_size == 70_001
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [('{"bos_', "tokenizer_config.json: not JSON"), ('{"eos_token": "<end>"}', 'a token "<end>" that the tokenizer')],
+)
+def test_wrong_settings_are_told(tmp_path: Path, settings: str, message: str) -> None:
+    save_json_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(ConfigError, match=message):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("path", ["missing", "assets/kjv", "recipes/none.model", "~nobody-of-this-name/x"])
+def test_a_missing_tokenizer_is_told_with_how_to_get_one(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"no tokenizer at {path}: give a tiktoken rank file .*huggingface\.co"):
+        load_tokenizer(path)
+
+
+def corrupt(lines: list[bytes], kind: str) -> bytes:
+    changed = {
+        "empty": [],
+        "no base64": [*lines[:-1], b"!!!! " + lines[-1].split()[1]],
+        "no rank": [lines[0].split()[0], *lines[1:]],
+        "rank is no number": [lines[0].replace(b" 0", b" zero"), *lines[1:]],
+        "a byte is missing": lines[5:],
+        "a part is missing": [*lines[:400], *lines[410:]],
+        "one rank twice": [*lines[:-1], lines[-1].split()[0] + b" 300"],
+        "something else": [b"<html>", b"<body>Not found</body>"],
+    }[kind]
+    return b"\n".join(changed)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("empty", "no base64", "no rank", "rank is no number", "a byte is missing", "a part is missing"),
+        *("one rank twice", "something else"),
+    ],
+)
+def test_a_corrupt_rank_file_is_told(tmp_path: Path, kind: str) -> None:
+    lines = find_tokenizer(BUNDLED).read_bytes().splitlines()
+    (tmp_path / "tokenizer.model").write_bytes(corrupt(lines, kind))
+    with pytest.raises(ConfigError, match=r"tokenizer\.model: not a (whole )?tiktoken rank file"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_corrupt_tokenizer_json_is_told(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_folder_is_searched_in_one_order(tmp_path: Path, trained: Path) -> None:
+    save_json_tokenizer(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)), JsonTokenizer)
+    for name in ("b.tiktoken", "a.tiktoken", "tokenizer.model"):
+        (tmp_path / name).write_bytes(trained.read_bytes())
+        assert find_tokenizer(str(tmp_path)).name == name
+
+
+def test_a_fingerprint_changes_with_the_encoding(saved: Path, trained: Path, tmp_path: Path) -> None:
+    prints = {fingerprint(BUNDLED), fingerprint(str(saved)), fingerprint(str(trained))}
+    assert fingerprint(str(save_json_tokenizer(tmp_path))) in prints
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert len(prints | {fingerprint(str(tmp_path))}) == 4

@@ -1,0 +1,241 @@
+"""train.py: no waiting for the device, bad steps that change nothing, a run that is stopped and resumed."""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from components.config import ROOT
+from tests.harness import RECIPE, broken_bars, observe
+from tests.test_parallelize_data import LAYOUTS, local_batch, rewrite
+
+TINY_RUN = [
+    *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "4"),
+    *("--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.total_steps", "40"),
+]
+
+
+class Waits(TorchDispatchMode):
+    """Counts operations that read a value of the device on the host."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "item", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(function._schema.name.split("::")[1].startswith(name) for name in self.NAMES):
+            self.found.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
+
+
+def count_waits(run: train.Run) -> list[str]:
+    batches = train.micro_batches(run)
+    first = next(batches)  # starts the loader, which draws a seed on the host
+    batches = itertools.chain([first], batches)
+    with Waits() as waits:
+        for _ in range(3):
+            train.train_step(run, batches, train.valid_tokens(run))
+    return waits.found
+
+
+@pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default"])
+def test_a_step_never_waits_for_the_device(layout: str) -> None:
+    ranks, overrides = LAYOUTS.get(layout, (1, ()))
+    observed = observe(*overrides, *local_batch(ranks, 3), ranks=ranks, steps=1, at_end=count_waits)
+    assert observed.extra == []
+
+
+def test_waiting_is_counted() -> None:
+    fault = functools.partial(rewrite, "train", "train_step", "loss += part.detach()", "loss += part.detach().item()")
+    assert observe(steps=1, at_end=count_waits, mutate=fault).extra
+
+
+@pytest.mark.parametrize("value", ['float("nan")', 'float("inf")'])
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default"])
+def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(layout: str, implementation: str, value: str) -> None:
+    if implementation != "fused" and (layout == "fsdp 2 default" or value != 'float("nan")'):
+        pytest.skip("covered by the others")
+    kernel = ("--optimizer.implementation", implementation)
+    ranks, overrides = LAYOUTS.get(layout, (1, ()))
+    poison = f"({value} if run.step == 2 and dist.get_rank() == {ranks - 1} else 1)"
+    fault = functools.partial(rewrite, "train", "train_step", "/ valid", f"/ valid * {poison}")
+    given = (*kernel, *overrides, *local_batch(ranks, 1))
+    before = observe(*given, ranks=ranks, steps=1, at_end=moments)
+    after = observe(*given, ranks=ranks, steps=2, mutate=fault, at_end=moments)
+    assert all(torch.equal(after.weights[name], weight) for name, weight in before.weights.items())
+    assert all(torch.equal(one, other) for one, other in zip(before.extra[0], after.extra[0], strict=True))
+    assert (before.extra[1], after.extra[1]) == (0, 1), "skipped steps are counted"
+
+
+def moments(run: train.Run) -> tuple[list[torch.Tensor], int]:
+    states = run.optimizer.state.values()
+    tensors = [
+        value.to_local() if hasattr(value, "to_local") else value for state in states for value in state.values()
+    ]
+    return [tensor.clone() for tensor in tensors], int(run.skipped_steps)
+
+
+def run_train(*overrides: str, ranks: int = 2, recipe: Path = RECIPE) -> subprocess.Popen[str]:
+    command = [str(ROOT / "run_train.sh"), "--job.config_file", str(recipe), *TINY_RUN, *overrides]
+    return subprocess.Popen(
+        command, env=os.environ | {"NGPU": str(ranks)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(folder: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(folder) if "loss" in row]
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    return tmp_path / "a run"
+
+
+@pytest.mark.torchrun
+def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: Path) -> None:
+    """Two ranks with loader workers: stopped by SIGTERM to the launcher, then resumed; equal bits, and no row lost."""
+    whole = run_folder.with_name("unbroken")
+    given = ("--training.steps", "40", "--validation.freq", "20", "--training.dataloader.num_workers", "1")
+    unbroken = run_train(*given, "--job.dump_folder", str(whole))
+    assert unbroken.wait(120) == 0, unbroken.communicate()[0]
+
+    first = run_train(*given, "--job.dump_folder", str(run_folder))
+    deadline = time.monotonic() + 60
+    while not (run_folder / "metrics.jsonl").exists() or len(numbers(run_folder)) < 5:
+        assert time.monotonic() < deadline, first.communicate()[0]
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(60) == 128 + signal.SIGTERM, first.communicate()[0]
+    stopped_at = numbers(run_folder)[-1][0]
+    assert stopped_at < 40
+    assert (run_folder / f"checkpoint/step-{stopped_at}").is_dir(), "the step that it stopped at is saved"
+
+    second = run_train(*given, "--job.dump_folder", str(run_folder))
+    output = second.communicate(timeout=120)[0]
+    assert second.returncode == 0, output
+    assert f"continuing after step {stopped_at}" in output
+    assert numbers(run_folder) == numbers(whole)
+    assert [row for row in rows(run_folder) if "validation_loss" in row] == [
+        row for row in rows(whole) if "validation_loss" in row
+    ]
+    assert (run_folder / "loss.png").stat().st_size > 10_000
+    run = json.loads((run_folder / "run.json").read_text())
+    assert run["config"]["training"]["steps"] == 40
+    assert run["versions"]["torch"] == torch.__version__
+
+
+@pytest.mark.torchrun
+def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(run_folder: Path) -> None:
+    first = run_train(
+        "--training.steps", "40", "--job.dump_folder", str(run_folder), "--lr_scheduler.warmup_steps", "0"
+    )
+    while not (run_folder / "metrics.jsonl").exists():
+        time.sleep(0.05)
+    before = (run_folder / "run.json").read_bytes()
+    second = run_train("--training.steps", "39", "--job.dump_folder", str(run_folder))
+    output = second.communicate(timeout=60)[0]
+    assert second.returncode == 2, output
+    assert "another run is writing" in output
+    assert (run_folder / "run.json").read_bytes() == before
+    first.send_signal(signal.SIGINT)
+    assert first.wait(60) in (0, 130)
+
+
+@pytest.mark.torchrun
+def test_non_finite_for_too_long_ends_the_run_with_its_own_code(run_folder: Path) -> None:
+    """A learning rate that blows the weights up."""
+    process = run_train(
+        *("--training.steps", "40", "--optimizer.lr", "1e30", "--training.max_nonfinite_steps", "3"),
+        *("--job.dump_folder", str(run_folder), "--parallelism.data_parallel_replicate_degree", "1"),
+        ranks=1,
+    )
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 3, output
+    assert "not finite 3 steps in a row" in output
+
+
+@pytest.mark.torchrun
+def test_writers_work_and_keep_secrets(run_folder: Path) -> None:
+    """TensorBoard and offline W&B on one rank; nothing in the folder holds the key; the W&B id survives a resume."""
+    environment = {"WANDB_MODE": "offline", "WANDB_API_KEY": "c" * 40, "WANDB_SILENT": "true"}
+    given = ["--metrics.enable_wandb", "--metrics.enable_tensorboard", "--job.dump_folder", str(run_folder)]
+    given += ["--parallelism.data_parallel_replicate_degree", "1", "--validation.enable", "false"]
+    for steps in ("2", "4"):
+        process = subprocess.run(
+            [
+                str(ROOT / "run_train.sh"),
+                "--job.config_file",
+                str(RECIPE),
+                *TINY_RUN,
+                *given,
+                "--training.steps",
+                steps,
+            ],
+            env=os.environ | environment | {"NGPU": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert process.returncode == 0, process.stdout + process.stderr
+        runs = {path.name.rpartition("-")[2] for path in (run_folder / "wandb").glob("offline-run-*")}
+        assert runs == {(run_folder / "wandb_run_id").read_text()}
+    assert list((run_folder / "tb").glob("events.*"))
+    leaks = [path for path in run_folder.rglob("*") if path.is_file() and b"c" * 40 in path.read_bytes()]
+    assert not leaks
+
+
+def test_validation_is_the_same_at_every_layout() -> None:
+    """Seven sequences over up to four ranks: the ranks that run out still take part."""
+    given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.0003", "--validation.seq_len", "40")
+    losses = {}
+    for layout in ("one", "ddp 2", "fsdp 3 default", "hsdp 2x2"):
+        ranks, overrides = LAYOUTS.get(layout, (1, ()))
+        local = ("--validation.local_batch_size", "2")
+        observed = observe(
+            *given, *local, *overrides, *local_batch(ranks, 1), ranks=ranks, steps=1, at_end=train.validate
+        )
+        losses[layout] = observed.extra
+    loss, labels = losses["one"]
+    assert labels == 7 * 40
+    assert all(found[1] == labels and abs(found[0] / loss - 1) < 1e-6 for found in losses.values())
+
+
+def test_a_harness_run_equals_itself() -> None:
+    assert not broken_bars(observe(steps=2), observe(steps=2))
+
+
+def validate_and_save(folder: Path, run: train.Run) -> None:
+    train.validate(run)
+    checkpointer = train.Checkpointer(folder, run.config.checkpoint, run.stages, run.optimizer)
+    checkpointer.save(run.step, run.state())
+
+
+@pytest.mark.parametrize("reshard", ["default", "never", "always"])
+def test_a_save_after_a_validation_is_whole(reshard: str, tmp_path: Path) -> None:
+    """A forward without backward leaves weights gathered, in bfloat16 and without moments."""
+    given = (
+        *("--validation.enable", "true", "--checkpoint.enable", "--training.mixed_precision_param", "bfloat16"),
+        *("--parallelism.fsdp_reshard_after_forward", reshard, *local_batch(2, 1)),
+    )
+    whole = observe(*given, ranks=2, steps=4)
+    first = observe(*given, ranks=2, steps=2, at_end=functools.partial(validate_and_save, tmp_path))
+    second = observe(*given, ranks=2, steps=2, folder=str(tmp_path))
+    assert all(torch.equal(second.first_weights[name], weight) for name, weight in first.weights.items())
+    assert first.losses + second.losses == whole.losses

@@ -1,0 +1,342 @@
+"""The training loop that every recipe shares. Read it top to bottom.
+
+./run_train.sh --job.config_file recipes/llama_debug.toml      any number of ranks, through torchrun
+python train.py --job.config_file recipes/llama_debug.toml     one rank, in this process
+"""
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from components.checkpoint import Checkpointer
+from components.config import ConfigError, JobConfig, load_config, mistake, to_dict
+from components.data import PackedSequences, data_spec, prepare
+from components.data.loader import IGNORED, build_loader, validation_batches
+from components.data.order import sequence_at
+from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
+from components.exit_codes import ExitCode
+from components.init import initialize_weights
+from components.metrics import Metrics, lock_folder
+from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
+from components.profiling import profiling
+from models import MODELS
+from parallelize import parallelize_model
+from parallelize.data import reshard, set_gradient_sync
+from parallelize.mesh import Degrees, batch_rank, build_mesh, draw_layout, resolve_degrees, sum_over_batch_ranks
+from parallelize.rules import check_layout, global_batch_size
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Run:
+    """Everything that one rank holds while it trains."""
+
+    config: JobConfig
+    device: torch.device
+    degrees: Degrees
+    mesh: DeviceMesh
+    stages: list[nn.Module]
+    flops_per_token: tuple[int, int]
+    optimizer: torch.optim.Optimizer
+    train_set: PackedSequences
+    validation_set: PackedSequences | None
+    step: int = 0
+    sequences: int = 0
+    """Sequences consumed: the position in the data order."""
+    tokens: int = 0
+    """Labels trained on, over all ranks."""
+    skipped_steps: Tensor = field(default_factory=lambda: torch.zeros(()))
+    """Steps that were not finite and changed nothing: so many in all."""
+    skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros(()))
+
+    @property
+    def global_batch_size(self) -> int:
+        return global_batch_size(self.config, self.degrees)
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of one step on one rank."""
+        return self.global_batch_size // (self.config.training.local_batch_size * self.degrees.batch_ranks)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for stage in self.stages for parameter in stage.parameters()]
+
+    @property
+    def data_order(self) -> dict[str, Any]:
+        """What decides which sequence comes when."""
+        return {
+            "data": self.train_set.key,
+            "training.seq_len": self.config.training.seq_len,
+            "debug.seed": self.config.debug.seed,
+        }
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors."""
+        return {
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "data_order": self.data_order,
+            "global_batch_size": self.global_batch_size,
+            "skipped_steps": int(self.skipped_steps),
+        }
+
+
+def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> tuple[list[nn.Module], tuple[int, int]]:
+    """The stages that this rank holds, with their weights at step 0; and the whole model's FLOPs a token."""
+    model_class, flavors = MODELS[config.model.name]
+    with torch.device("meta"):
+        model = model_class(flavors[config.model.flavor])
+    flops_per_token = model.flops_per_token(config.training.seq_len)
+    stages = parallelize_model(config.model.name)(model, mesh, config)
+    for stage in stages:
+        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+        stage.tie_weights()
+        initialize_weights(stage, stage.init_std, config.debug.seed)
+    return stages, flops_per_token
+
+
+def build_datasets(config: JobConfig) -> tuple[PackedSequences, PackedSequences | None]:
+    """Training sequences, and those that validation is on: data of its own, or a part held out."""
+    training, validation = config.training, config.validation
+    cache = prepare(data_spec(training, config.model.hf_assets_path))
+    vocab_size = MODELS[config.model.name][1][config.model.flavor].vocab_size
+    if cache.vocab_size > vocab_size:
+        reason = f"{cache.vocab_size} tokens, but {config.model.name} {config.model.flavor} has a table of {vocab_size}"
+        raise ConfigError(mistake(config, "model.hf_assets_path", reason))
+    if not validation.enable:
+        return PackedSequences(cache, training.seq_len), None
+    seq_len = validation.seq_len or training.seq_len
+    if validation.dataset_path:
+        own = prepare(data_spec(training, config.model.hf_assets_path, validation.dataset_path))
+        return PackedSequences(cache, training.seq_len), PackedSequences(own, seq_len)
+    held_out = validation.held_out_fraction
+    return (
+        PackedSequences(cache, training.seq_len, "train", held_out),
+        PackedSequences(cache, seq_len, "validation", held_out),
+    )
+
+
+def build(config: JobConfig, device: torch.device) -> Run:
+    """Check the layout, read the data, build the model and its optimizer at step 0."""
+    torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
+    if config.debug.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    if config.profiling.enable_memory_snapshot and device.type != "cuda":
+        raise ConfigError(mistake(config, "profiling.enable_memory_snapshot", "memory snapshots are CUDA's"))
+    degrees = resolve_degrees(config, dist.get_world_size())
+    check_layout(config, degrees)
+    train_set, validation_set = build_datasets(config)
+    mesh = build_mesh(degrees, device.type)
+    set_timeout(config.comm.init_timeout_seconds, mesh)
+    stages, flops_per_token = build_model(config, mesh, device)
+    optimizer = build_optimizer(stages, config.optimizer)
+    return Run(config, device, degrees, mesh, stages, flops_per_token, optimizer, train_set, validation_set)
+
+
+def resume(run: Run, checkpointer: Checkpointer) -> None:
+    """Continue this run's newest good checkpoint; or start from the one that initial_load_path names.
+
+    Raises:
+        ConfigError: data order or batch differ from those of the checkpoint.
+    """
+    checkpoint = run.config.checkpoint
+    state = checkpointer.load(checkpoint.load_step) if checkpoint.enable else None
+    if state is None and checkpoint.initial_load_path:
+        state = checkpointer.load_initial()
+        if state is None and dist.get_rank() == 0:
+            print(f"weights from {checkpoint.initial_load_path}", flush=True)
+    if state is None:
+        return
+    if "train_state" not in checkpoint.exclude_from_loading:
+        run.step, run.tokens = state["step"], state["tokens"]
+        run.skipped_steps.fill_(state["skipped_steps"])
+    if "dataloader" not in checkpoint.exclude_from_loading:
+        run.sequences = state["sequences"]
+        now = run.data_order
+        changed = [f"{key} was {was}, is {now[key]}" for key, was in state["data_order"].items() if now[key] != was]
+        if run.config.training.global_batch_size == -1 and run.global_batch_size != state["global_batch_size"]:
+            size = state["global_batch_size"]
+            changed.append(
+                f"training.global_batch_size is unset and would be {run.global_batch_size}; set it to {size}"
+            )
+        if changed:
+            remedy = 'to start the data anew, set checkpoint.exclude_from_loading = ["dataloader"]'
+            raise ConfigError([f"the checkpoint continues another run: {change}; {remedy}" for change in changed])
+    if dist.get_rank() == 0:
+        print(f"continuing after step {run.step}, at sequence {run.sequences:,}", flush=True)
+
+
+def micro_batches(run: Run) -> Iterator[Batch]:
+    """This rank's micro-batches from here on, without end, on its device."""
+    training = run.config.training
+    loader = build_loader(
+        run.train_set,
+        seed=run.config.debug.seed,
+        global_batch_size=run.global_batch_size,
+        local_batch_size=training.local_batch_size,
+        batch_rank=batch_rank(run.mesh),
+        batch_ranks=run.degrees.batch_ranks,
+        consumed_sequences=run.sequences,
+        num_workers=training.dataloader.num_workers,
+        persistent_workers=training.dataloader.persistent_workers,
+        pin_memory=training.dataloader.pin_memory,
+        prefetch_factor=training.dataloader.prefetch_factor,
+    )
+    for batch in loader:
+        yield to_device(batch, run.device)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def valid_tokens(run: Run) -> int:
+    """Labels that count in the step's global batch: every rank knows them from the data order, without asking."""
+    positions = np.arange(run.sequences, run.sequences + run.global_batch_size)
+    return run.train_set.count_valid(sequence_at(positions, len(run.train_set), run.config.debug.seed))
+
+
+def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, Tensor]:
+    """One optimizer step on a global batch with `valid` labels; nothing in it waits for the device.
+
+    Returns this rank's part of the loss (the parts add up to the loss) and the gradient norm of all ranks.
+    """
+    config = run.config
+    run.step += 1
+    run.optimizer.zero_grad()
+    loss = torch.zeros((), device=run.device)
+    for number in range(run.accumulation):
+        set_gradient_sync(run.stages, last=number == run.accumulation - 1)
+        # The sum over labels is divided before backward, and by all ranks' labels: so gradients only ever add up.
+        part = run.stages[0](**next(batches)) / valid
+        part.backward()
+        loss += part.detach()
+    norm = clip_gradients(run.parameters, config.training.max_norm)
+    finite = norm.isfinite()
+    lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
+    update(run.optimizer, lr, finite)
+    run.skipped_steps = run.skipped_steps + ~finite
+    run.skipped_in_a_row = (run.skipped_in_a_row + 1) * ~finite
+    run.sequences += run.global_batch_size
+    run.tokens += valid
+    return loss, norm
+
+
+@torch.no_grad()
+def validate(run: Run) -> tuple[float, int]:
+    """Mean loss a label over the validation data, and the number of labels; the same on every rank."""
+    assert run.validation_set is not None
+    validation, ranks = run.config.validation, run.degrees.batch_ranks
+    size = validation.local_batch_size or run.config.training.local_batch_size
+    most = len(run.validation_set) if validation.steps == -1 else validation.steps * size * ranks
+    totals = torch.zeros(2, dtype=torch.float64, device=run.device)
+    for batch in validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, most):
+        on_device = to_device(batch, run.device)
+        totals[0] += run.stages[0](**on_device)
+        totals[1] += (on_device["labels"] != IGNORED).sum()
+    reshard(run.stages)
+    loss, labels = sum_over_batch_ranks(totals, run.mesh).tolist()
+    return loss / labels, int(labels)
+
+
+def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
+    """Write the step's numbers: here the host waits for the device. Ends the run if nothing is finite any more."""
+    config = run.config
+    metrics.log(
+        run.step,
+        run.tokens,
+        loss=sum_over_batch_ranks(loss, run.mesh).item(),
+        grad_norm=norm.item(),
+        lr=learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps),
+        skipped_steps=run.skipped_steps.item(),
+    )
+    if run.skipped_in_a_row.item() >= config.training.max_nonfinite_steps:
+        print(
+            f"step {run.step}: loss or gradient not finite {run.skipped_in_a_row:.0f} steps in a row "
+            f"(training.max_nonfinite_steps = {config.training.max_nonfinite_steps}); weights are as they were before",
+            file=sys.stderr,
+        )
+        raise SystemExit(ExitCode.NONFINITE)
+
+
+def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
+    """Train to the last step, or until a signal asks to stop; returns the exit code."""
+    config, stop = run.config, StopSignal()
+    training, checkpoint, validation = config.training, config.checkpoint, config.validation
+    first, code = run.step + 1, int(ExitCode.DONE)
+    saves = checkpoint.enable and not checkpoint.load_only
+    batches = micro_batches(run)
+    # A garbage collection on one rank makes all the others wait: all collect at the same steps.
+    gc.disable()
+    with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
+        while run.step < training.steps and code == ExitCode.DONE:
+            loss, norm = train_step(run, batches, valid_tokens(run))
+            last = run.step == training.steps
+            if number := stop.agreed():
+                code = 128 + number
+            if run.step == first:
+                set_timeout(config.comm.train_timeout_seconds, run.mesh)
+            if run.step % config.metrics.log_freq == 0 or run.step == first or last:
+                log(run, metrics, loss, norm)
+            if validation.enable and (run.step % validation.freq == 0 or last) and not code:
+                metrics.log_validation(run.step, *validate(run))
+                metrics.restart_clock(run.step, run.tokens)
+            due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
+            if saves and (due or last or code):
+                checkpointer.save(run.step, run.state(), model_only=last and checkpoint.last_save_model_only)
+                metrics.restart_clock(run.step, run.tokens)
+            checkpointer.poll()
+            at_step_end(run.step)
+            if run.step % training.gc_freq == 0:
+                gc.collect(1)
+    checkpointer.wait()
+    if code and dist.get_rank() == 0:
+        print(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saves else 'not saved'}", flush=True)
+    return code
+
+
+def main(argv: list[str]) -> int:
+    """One rank from start to end; returns its exit code."""
+    config = load_config(argv)
+    dump_folder = Path(config.job.dump_folder)
+    device = init_distributed(config.comm.init_timeout_seconds)
+    rank = dist.get_rank()
+    if rank == 0:
+        lock = lock_folder(config)  # noqa: F841 - held until the process ends
+    run = build(config, device)
+    checkpointer = Checkpointer(dump_folder / config.checkpoint.folder, config.checkpoint, run.stages, run.optimizer)
+    resume(run, checkpointer)
+    metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
+    metrics.resume(run.step, run.tokens)
+    if rank == 0:
+        if config.job.print_config:
+            print(json.dumps(to_dict(config), indent=1))
+        derived = " (derived)" if config.training.global_batch_size == -1 else ""
+        print(f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in run.parameters):,} parameters")
+        print(draw_layout(run.degrees, run.parameters, run.accumulation))
+        print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
+    try:
+        return train(run, metrics, checkpointer)
+    except SystemExit:  # on every rank at the same step
+        checkpointer.wait()
+        raise
+    finally:
+        metrics.close()
+
+
+if __name__ == "__main__":
+    run_to_exit(main, sys.argv[1:])
