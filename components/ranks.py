@@ -62,7 +62,9 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
         signal.signal(signal.SIGHUP, ranks.on_signal)
     thread = threading.Thread(target=_run_agent, args=(ranks, settings), daemon=True)
     thread.start()
-    thread.join()
+    # The kernel may hand a signal to any thread, and does not wake this one, which alone runs handlers, for it.
+    while thread.is_alive():
+        thread.join(0.1)
     return ranks.report()
 
 
