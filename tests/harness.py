@@ -35,6 +35,8 @@ FLAVORS["tiny"] = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_d
 FLAVORS["tiny_tied"] = LlamaConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=True
 )
+# Weights are nearly all that it needs memory for.
+FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.
 FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=4099)
 
