@@ -17,12 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from components.checkpoint import Checkpointer
 from components.config import ConfigError, JobConfig, load_config, mistake, to_dict
 from components.data import PackedSequences, data_spec, prepare
-from components.data.loader import IGNORED, build_loader, validation_batches
+from components.data.loader import build_loader, validation_batches
 from components.data.order import sequence_at
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
 from components.exit_codes import ExitCode
@@ -32,9 +31,11 @@ from components.optimizer import build_optimizer, clip_gradients, learning_rate,
 from components.profiling import profiling
 from models import MODELS
 from parallelize import parallelize_model
+from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
-from parallelize.mesh import Degrees, batch_rank, build_mesh, draw_layout, resolve_degrees, sum_over_batch_ranks
+from parallelize.mesh import Degrees, Mesh, batch_rank, draw_layout, resolve_degrees, sum_over_token_ranks
 from parallelize.rules import check_layout, global_batch_size
+from parallelize.tensor import align_gradients
 
 Batch = dict[str, Tensor]
 
@@ -46,7 +47,7 @@ class Run:
     config: JobConfig
     device: torch.device
     degrees: Degrees
-    mesh: DeviceMesh
+    mesh: Mesh
     stages: list[nn.Module]
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
@@ -94,7 +95,7 @@ class Run:
         }
 
 
-def build_model(config: JobConfig, mesh: DeviceMesh, device: torch.device) -> tuple[list[nn.Module], tuple[int, int]]:
+def build_model(config: JobConfig, mesh: Mesh, device: torch.device) -> tuple[list[nn.Module], tuple[int, int]]:
     """The stages that this rank holds, with their weights at step 0; and the whole model's FLOPs a token."""
     model_class, flavors = MODELS[config.model.name]
     with torch.device("meta"):
@@ -140,7 +141,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
     train_set, validation_set = build_datasets(config)
-    mesh = build_mesh(degrees, device.type)
+    mesh = Mesh(degrees, device.type)
     set_timeout(config.comm.init_timeout_seconds, mesh)
     stages, flops_per_token = build_model(config, mesh, device)
     optimizer = build_optimizer(stages, config.optimizer)
@@ -188,6 +189,7 @@ def micro_batches(run: Run) -> Iterator[Batch]:
         seed=run.config.debug.seed,
         global_batch_size=run.global_batch_size,
         local_batch_size=training.local_batch_size,
+        document_mask=training.document_mask,
         batch_rank=batch_rank(run.mesh),
         batch_ranks=run.degrees.batch_ranks,
         consumed_sequences=run.sequences,
@@ -210,6 +212,11 @@ def valid_tokens(run: Run) -> int:
     return run.train_set.count_valid(sequence_at(positions, len(run.train_set), run.config.debug.seed))
 
 
+def summed_loss(run: Run, batch: Batch) -> Tensor:
+    """Sum of the losses of this rank's part of a micro-batch: its part of every sequence."""
+    return run.stages[0](**shard_sequence(batch, run.mesh, run.config.parallelism))
+
+
 def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, Tensor]:
     """One optimizer step on a global batch with `valid` labels; nothing in it waits for the device.
 
@@ -222,9 +229,10 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     for number in range(run.accumulation):
         set_gradient_sync(run.stages, last=number == run.accumulation - 1)
         # The sum over labels is divided before backward, and by all ranks' labels: so gradients only ever add up.
-        part = run.stages[0](**next(batches)) / valid
+        part = summed_loss(run, next(batches)) / valid
         part.backward()
         loss += part.detach()
+    align_gradients(run.parameters)
     norm = clip_gradients(run.parameters, config.training.max_norm)
     finite = norm.isfinite()
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
@@ -240,17 +248,18 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
 def validate(run: Run) -> tuple[float, int]:
     """Mean loss a label over the validation data, and the number of labels; the same on every rank."""
     assert run.validation_set is not None
-    validation, ranks = run.config.validation, run.degrees.batch_ranks
-    size = validation.local_batch_size or run.config.training.local_batch_size
-    most = len(run.validation_set) if validation.steps == -1 else validation.steps * size * ranks
-    totals = torch.zeros(2, dtype=torch.float64, device=run.device)
-    for batch in validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, most):
-        on_device = to_device(batch, run.device)
-        totals[0] += run.stages[0](**on_device)
-        totals[1] += (on_device["labels"] != IGNORED).sum()
+    validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
+    size = validation.local_batch_size or training.local_batch_size
+    count = len(run.validation_set)
+    if validation.steps != -1:
+        count = min(count, validation.steps * size * ranks)
+    total = torch.zeros((), dtype=torch.float64, device=run.device)
+    batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
+    for batch in batches:
+        total += summed_loss(run, to_device(batch, run.device))
     reshard(run.stages)
-    loss, labels = sum_over_batch_ranks(totals, run.mesh).tolist()
-    return loss / labels, int(labels)
+    labels = run.validation_set.count_valid(np.arange(count))
+    return sum_over_token_ranks(total, run.mesh).item() / labels, labels
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
@@ -259,7 +268,7 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
     metrics.log(
         run.step,
         run.tokens,
-        loss=sum_over_batch_ranks(loss, run.mesh).item(),
+        loss=sum_over_token_ranks(loss, run.mesh).item(),
         grad_norm=norm.item(),
         lr=learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps),
         skipped_steps=run.skipped_steps.item(),

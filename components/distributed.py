@@ -11,10 +11,10 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from components.config import ConfigError
 from components.exit_codes import ExitCode
+from parallelize.mesh import Mesh
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -39,9 +39,9 @@ def init_distributed(timeout_seconds: int) -> torch.device:
     return device
 
 
-def set_timeout(timeout_seconds: int, mesh: DeviceMesh) -> None:
+def set_timeout(timeout_seconds: int, mesh: Mesh) -> None:
     """Change how long training's collectives may wait: short once the first step is done."""
-    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+    for group in {dist.group.WORLD, *mesh.groups().values()}:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
 
 

@@ -56,7 +56,7 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGrou
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
-            split = [dim for dim, placement in enumerate(gradient.placements) if placement.is_shard()]
+            split = [dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()]
             groups = tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1)
             parts[groups].append(gradient.to_local())
         elif gradient is not None:

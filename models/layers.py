@@ -46,31 +46,56 @@ def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BSHK)
 
 
-class AttentionCore(nn.Module):
-    """Causal attention of (q, k, v) without parameters: what context parallel replaces.
+class AttentionMask(nn.Module):
+    """Which keys a query sees, worked out once a forward. Without parameters: context parallel replaces it."""
 
-    Takes q (B, H, S, K) and k, v (B, G, S, K), H a multiple of G; returns (B, H, S, K).
+    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor | None:
+        """None for all that came before; with documents (B, 1, S, S) bool: what came before in the same one."""
+        if document_ids_BS is None:
+            return None
+        index = torch.arange(positions_BS.shape[1], device=positions_BS.device)
+        return visible(index, index, document_ids_BS, document_ids_BS)
+
+
+def visible(queries: Tensor, keys: Tensor, query_documents_BS: Tensor, key_documents_BS: Tensor) -> Tensor:
+    """(B, 1, queries, keys) bool: keys not after the query in the sequence, and in its document."""
+    same_document = query_documents_BS[:, :, None] == key_documents_BS[:, None, :]
+    return (same_document & (queries[:, None] >= keys))[:, None]
+
+
+class AttentionCore(nn.Module):
+    """Attention of (q, k, v) without parameters: what context parallel replaces.
+
+    Takes q (B, H, S, K) and k, v (B, G, T, K), H a multiple of G; returns (B, H, S, K). Without a mask it is causal and
+    S is T; a mask is bool and broadcasts to (B, 1, S, T), true where a query sees a key.
     """
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.device.type == "cpu" and q.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0):
-            return _plain_attention(q, k, v)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        if q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0):
+            return _plain_attention(q, k, v, mask)
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 # On CPU two products and a softmax beat the fused kernel at short sequences (tests/benchmarks/attention.py).
 _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
 
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    batch, heads, length, size = q.shape
-    groups = k.shape[1]
+def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    batch, heads, queries, size = q.shape
+    groups, keys = k.shape[1:3]
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_()[None, None]
+    hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
     # Queries that share a key head are stacked, so that keys and values are never repeated.
     q = q.reshape(batch * groups, -1, size)
-    k, v = k.reshape(batch * groups, length, size), v.reshape(batch * groups, length, size)
-    future = torch.full((length, length), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    scores = torch.baddbmm(future.repeat(heads // groups, 1), q, k.transpose(1, 2), alpha=size**-0.5)
-    return (scores.softmax(dim=-1) @ v).view(batch, heads, length, size)
+    k, v = k.reshape(batch * groups, keys, size), v.reshape(batch * groups, keys, size)
+    if hidden.shape[0] == 1:
+        hidden = hidden[0].repeat(1, heads // groups, 1)
+    else:
+        hidden = hidden.repeat(1, groups, heads // groups, 1).flatten(0, 1)
+    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=size**-0.5)
+    return (scores.softmax(dim=-1) @ v).view(batch, heads, queries, size)
 
 
 class Attention(nn.Module):
@@ -85,10 +110,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
         self.core = AttentionCore()
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (projection(x_BSD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out_BHSK.transpose(1, 2).flatten(2))
 
 

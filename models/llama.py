@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from models.layers import Attention, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+from models.layers import Attention, AttentionMask, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +64,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin)
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -76,6 +76,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.mask = AttentionMask()
         self.layers = nn.ModuleDict({str(layer): Block(config) for layer in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
@@ -95,17 +96,18 @@ class Llama(nn.Module):
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
 
-        positions (B, S) count from 0 if not given. document_ids (B, S) are carried for layouts that mask by
-        document; attention here is causal over the whole sequence.
+        positions (B, S) count from 0 if not given. With document_ids (B, S) a token sees only its own document;
+        without, all that came before it in the sequence.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
         cos, sin = rotary_cos_sin(positions, frequencies)
+        mask = self.mask(positions, document_ids)
         x_BSD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, cos, sin)
+            x_BSD = block(x_BSD, cos, sin, mask)
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels)

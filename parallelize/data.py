@@ -2,23 +2,22 @@
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from components.config import Parallelism, Training
+from parallelize.mesh import Mesh
 
 
-def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Shard parameters over dp_shard, replicate them over dp_replicate, and compute in the precision asked for.
+def apply_data_parallel(model: nn.Module, mesh: Mesh, training: Training, parallelism: Parallelism) -> None:
+    """Shard parameters over dp_shard x cp, replicate them over dp_replicate, and compute in the precision asked for.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's tokens.
     One rank is wrapped only for bfloat16, so that it means the same at every degree, and for offloading.
     """
     precision = getattr(torch, training.mixed_precision_param)
-    if mesh.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
+    ranks = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
+    if ranks.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
         return
-    if mesh["dp_replicate"].size() == 1:
-        mesh = mesh["dp_shard"]
     # Inputs are not cast: token ids must not be, the hidden state already is, and rotary angles stay in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
@@ -30,7 +29,7 @@ def apply_data_parallel(model: nn.Module, mesh: DeviceMesh, training: Training, 
     def shard(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(
             modules,
-            mesh=mesh,
+            mesh=ranks,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,

@@ -11,6 +11,7 @@ from components.config import ConfigError, JobConfig, mistake
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 _KEYS = {
@@ -93,13 +94,29 @@ def _nearest(given: dict[str, int], world_size: int) -> list[str]:
     return [text for _, text in sorted(found)[:3]] + [f"NGPU={ranks}"]
 
 
-def build_mesh(degrees: Degrees, device_type: str) -> DeviceMesh:
-    """A mesh (dp_replicate, dp_shard) over all ranks; needs an initialised process group."""
-    from torch.distributed.device_mesh import init_device_mesh
+class Mesh:
+    """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shares the weights.
 
-    return init_device_mesh(
-        device_type, (degrees.dp_replicate, degrees.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+    Needs an initialised process group.
+    """
+
+    def __init__(self, degrees: Degrees, device_type: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
+        self._weights = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
+        self.device_type = device_type
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
+        owner = (
+            self._batch if {"dp_shard", "cp"} & {*(names if isinstance(names, tuple) else (names,))} else self._weights
+        )
+        return owner[names]
+
+    def groups(self) -> dict[str, ProcessGroup]:
+        """The process group of each dimension that this rank is in."""
+        return {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
 
 
 def draw_layout(degrees: Degrees, parameters: Sequence[Tensor], accumulation: int) -> str:
@@ -131,15 +148,16 @@ def _size(size: int) -> str:
     return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
-def batch_rank(mesh: DeviceMesh) -> int:
+def batch_rank(mesh: Mesh) -> int:
     """Which part of the global batch this rank sees, of Degrees.batch_ranks."""
-    return mesh.get_local_rank("dp_replicate") * mesh["dp_shard"].size() + mesh.get_local_rank("dp_shard")
+    shard = mesh["dp_shard"]
+    return mesh["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
 
 
-def sum_over_batch_ranks(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum, in place and on every rank, over the ranks that see different sequences."""
+def sum_over_token_ranks(value: Tensor, mesh: Mesh) -> Tensor:
+    """The sum, in place and on every rank, over the ranks that see different tokens."""
     from torch.distributed import all_reduce
 
-    for dim in ("dp_replicate", "dp_shard"):
-        all_reduce(value, group=mesh.get_group(dim))
+    for name in ("dp_replicate", "fsdp"):
+        all_reduce(value, group=mesh[name].get_group())
     return value

@@ -32,16 +32,6 @@ def _batch_sizes_that_fit(config: JobConfig, degrees: Degrees) -> str:
 
 RULES = [
     Rule(
-        "parallelism.tensor_parallel_degree",
-        lambda config, degrees: degrees.tp > 1,
-        lambda config, degrees: "tensor parallel is not available yet; set it to 1 and use data parallel",
-    ),
-    Rule(
-        "parallelism.context_parallel_degree",
-        lambda config, degrees: degrees.cp > 1,
-        lambda config, degrees: "context parallel is not available yet; set it to 1 and use data parallel",
-    ),
-    Rule(
         "parallelism.pipeline_parallel_degree",
         lambda config, degrees: degrees.pp > 1,
         lambda config, degrees: "pipeline parallel is not available yet; set it to 1 and use data parallel",

@@ -19,18 +19,22 @@ import torch
 
 torch.set_num_threads(1)  # before the fork server runs any operation: children of a threaded parent hang
 
-import torch.distributed as dist
-import torch.distributed._functional_collectives  # slow to import: once, before the fork
+# Imported at first use by every rank, in a second: once, before the fork.
+import torch._dynamo
+import torch.distributed._functional_collectives
+import torch.distributed.tensor.parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train
 from components.checkpoint import Checkpointer
 from components.config import ROOT, load_config
-from components.distributed import init_distributed, leave
+from components.distributed import gather, init_distributed, leave
 from models.llama import FLAVORS, LlamaConfig
+from parallelize.llama import parallelize_llama  # noqa: F401 - found by its name, later
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
+load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
 FLAVORS["tiny"] = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096)
 FLAVORS["tiny_tied"] = LlamaConfig(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=True
@@ -208,14 +212,15 @@ def _observe(case: Case) -> Observation:
         kept = case.valid_labels or (config.training.seq_len,)
         valid = sum(kept[slot % len(kept)] for slot in range(run.global_batch_size))
         loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.valid_tokens(run))
-        losses.append(train.sum_over_batch_ranks(loss, run.mesh).item())
+        losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
         norms.append(norm.item())
     if case.folder:
         checkpointer.save(run.step, run.state())
-    everything: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everything, (train.batch_rank(run.mesh), seen, norms))
-    everything.sort(key=lambda item: item[0])
-    sequences = {step: [digest for _, part, _ in everything for digest in part[step]] for step in seen}
+    everything = gather((train.batch_rank(run.mesh), seen, norms))
+    parts: dict[int, dict[str, list[str]]] = {}
+    for part, seen_by_rank, _ in everything:
+        assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
+    sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
     weights = _weights(run)
     extra = case.at_end(run) if case.at_end else None
     return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)

@@ -40,7 +40,7 @@ from components.checkpoint import Checkpointer
 from components.config import Checkpoint, ConfigError, load_config
 from components.distributed import leave
 from components.optimizer import build_optimizer
-from parallelize.mesh import build_mesh, resolve_degrees
+from parallelize.mesh import Mesh, resolve_degrees
 from tests.harness import RECIPE, SMALL, _whole
 
 # ---------------------------------------------------------------------------------------------- ranks
@@ -247,7 +247,7 @@ def _build(replicate: int, shard: int, seed: int) -> tuple[list[nn.Module], torc
     overrides = [word for n, size in degrees.items() for word in (f"--parallelism.data_parallel_{n}_degree", str(size))]
     argv = ["--job.config_file", str(RECIPE), *SMALL, "--model.flavor", "odd", "--debug.seed", str(seed), *overrides]
     config = load_config(argv)
-    mesh = build_mesh(resolve_degrees(config, dist.get_world_size()), "cpu")
+    mesh = Mesh(resolve_degrees(config, dist.get_world_size()), "cpu")
     stages, _ = train.build_model(config, mesh, torch.device("cpu"))
     return stages, build_optimizer(stages, config.optimizer)
 

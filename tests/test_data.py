@@ -163,7 +163,7 @@ def test_a_new_document_begins_where_two_parts_are_joined(tmp_path: Path) -> Non
 def test_labels_are_tokens_shifted_and_all_are_int64(tmp_path: Path) -> None:
     sequences = PackedSequences(cache_of(tmp_path, np.arange(1000)), 9)
     batch = next(build_loader(sequences, seed=0, global_batch_size=4, local_batch_size=4))
-    assert list(batch) == ["tokens", "labels", "positions", "document_ids"]
+    assert list(batch) == ["tokens", "labels", "positions"]
     assert {(tuple(value.shape), str(value.dtype)) for value in batch.values()} == {((4, 9), "torch.int64")}
     assert (batch["labels"] == batch["tokens"] + 1).all()
     assert (batch["positions"] == batch["positions"].new_tensor(range(9))).all()
@@ -580,10 +580,11 @@ def test_a_cache_folder_that_cannot_be_is_told(tmp_path: Path, place: str) -> No
 # Processes that build a cache
 
 PREPARE = """
-import sys
+import signal, sys
 from pathlib import Path
 from components.config import ConfigError
 from components.data import DataSpec, prepare
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the tests run in the background of a script
 try:
     prepare(DataSpec(sys.argv[1], "text", False, sys.argv[3], Path(sys.argv[2])), 1)
 except ConfigError as error:

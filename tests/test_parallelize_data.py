@@ -117,8 +117,8 @@ FAULTS = {
     "norm not summed over shards": ("components.optimizer", "clip_gradients", "group in groups:", "group in ():"),
     "loss summed over the wrong mesh": (
         "parallelize.mesh",
-        "sum_over_batch_ranks",
-        '("dp_replicate", "dp_shard")',
+        "sum_over_token_ranks",
+        '("dp_replicate", "fsdp")',
         '("dp_replicate",)',
     ),
     "a micro-batch dropped": ("train", "train_step", "range(run.accumulation)", "range(1, run.accumulation)"),

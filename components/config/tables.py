@@ -150,6 +150,8 @@ class Training:
     """Sequences of one optimizer step over all ranks; -1 means local_batch_size on every rank, no accumulation."""
     seq_len: Positive = 2048
     """Tokens of one sequence."""
+    document_mask: bool = False
+    """Documents packed into one sequence don't see each other, and positions restart at each."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     max_nonfinite_steps: Positive = 10
@@ -184,8 +186,18 @@ class Parallelism:
     """Layers whose weights are gathered ahead of the one that computes; each one ahead takes its memory."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each matrix."""
+    sequence_parallel: bool = True
+    """With tensor parallel: what is between the matrices is split along the sequence, not repeated on each rank."""
+    loss_parallel: bool = True
+    """With tensor parallel: logits stay split by vocabulary, and so does the loss."""
     context_parallel_degree: Positive = 1
     """Ranks that split each sequence."""
+    context_parallel_method: Literal["ring", "allgather_kv", "ulysses"] = "ring"
+    """ring: torch's ring attention; allgather_kv: keys and values are gathered; ulysses: heads are exchanged."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values of the ring travel: gathered once, or from neighbour to neighbour."""
+    context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
+    """headtail: a rank takes a piece of the sequence's head and one of its tail, so that all have as much attention."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
 

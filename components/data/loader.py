@@ -23,20 +23,23 @@ IGNORED = -100
 
 
 class _Batches(Dataset):
-    """Makes the batch {tokens, labels, positions, document_ids}, each (B, S) int64, of a list of sequence numbers."""
+    """Makes the batch {tokens, labels, positions}, each (B, S) int64, of a list of sequence numbers.
 
-    def __init__(self, sequences: PackedSequences) -> None:
-        self.sequences = sequences
+    With document_mask there are document_ids too, and positions restart at each document.
+    """
+
+    def __init__(self, sequences: PackedSequences, document_mask: bool) -> None:
+        self.sequences, self.document_mask = sequences, document_mask
 
     def __getitem__(self, indices: np.ndarray) -> dict[str, Tensor]:
         tokens, document_ids = self.sequences.get(indices)
-        positions = np.broadcast_to(np.arange(tokens.shape[1] - 1), document_ids.shape).copy()
-        return {
-            "tokens": torch.from_numpy(tokens[:, :-1].copy()),
-            "labels": torch.from_numpy(tokens[:, 1:].copy()),
-            "positions": torch.from_numpy(positions),
-            "document_ids": torch.from_numpy(document_ids),
-        }
+        positions = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+        if self.document_mask:
+            begins = np.diff(document_ids, axis=1, prepend=0) > 0
+            starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+            batch |= {"positions": positions - starts, "document_ids": document_ids}
+        return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
 class _Order(Sampler):
@@ -91,6 +94,7 @@ def build_loader(
     seed: int,
     global_batch_size: int,
     local_batch_size: int,
+    document_mask: bool = False,
     batch_rank: int = 0,
     batch_ranks: int = 1,
     consumed_sequences: int = 0,
@@ -99,7 +103,9 @@ def build_loader(
     pin_memory: bool = False,
     prefetch_factor: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches {tokens, labels, positions, document_ids}, each (local_batch_size, seq_len) int64, without end.
+    """Micro-batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
+
+    With document_mask there are document_ids too, and positions restart at each document.
 
     global_batch_size is a multiple of local_batch_size x batch_ranks. The position in the order is all the state that
     there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
@@ -114,7 +120,7 @@ def build_loader(
     # torchdata 0.11 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(
-        _Batches(sequences),
+        _Batches(sequences, document_mask),
         sampler=order,
         batch_size=None,
         num_workers=num_workers,
@@ -131,10 +137,15 @@ def build_loader(
 
 
 def validation_batches(
-    sequences: PackedSequences, local_batch_size: int, batch_rank: int, batch_ranks: int, max_sequences: int
+    sequences: PackedSequences,
+    local_batch_size: int,
+    batch_rank: int,
+    batch_ranks: int,
+    max_sequences: int,
+    document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Every sequence once over all ranks, in order; all ranks get as many batches, padded with ignored labels."""
-    batches = _Batches(sequences)
+    batches = _Batches(sequences, document_mask)
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)

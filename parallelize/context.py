@@ -1,0 +1,207 @@
+"""Context parallel: each sequence split over cp ranks, which exchange what attention needs.
+
+Three methods, each installed on the model's parameterless attention cores (and its mask):
+  ring          torch's ring attention, in its module form (arXiv:2310.01889)
+  allgather_kv  keys and values are gathered, queries stay (arXiv:2407.21783, section 3.3.2)
+  ulysses       heads are exchanged for the whole sequence, and back (arXiv:2309.14509)
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torch.distributed.tensor.parallel import parallelize_module
+
+from components.config import Parallelism
+from models.layers import AttentionCore, AttentionMask, visible
+from parallelize.mesh import Mesh
+
+aten = torch.ops.aten
+
+
+def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> None:
+    """Let every attention core see the whole sequence, of which each rank has the part that shard_sequence gives it."""
+    cp, balanced = mesh["cp"], parallelism.context_parallel_load_balancer == "headtail"
+    if cp.size() == 1:
+        return
+    method = parallelism.context_parallel_method
+    if method == "ring":
+        _configure_ring(balanced, parallelism.context_parallel_rotate_method)
+    for name, module in list(model.named_modules()):
+        parent = model.get_submodule(name.rpartition(".")[0])
+        replacement: nn.Module | None = None
+        if isinstance(module, AttentionCore):
+            replacement = {
+                "ring": lambda: _RingCore(),
+                "allgather_kv": lambda: _GatheringCore(cp),
+                "ulysses": lambda: _UlyssesCore(cp, balanced),
+            }[method]()
+        elif isinstance(module, AttentionMask) and method != "ring":
+            replacement = _ContextMask(cp, balanced, own_queries=method == "allgather_kv")
+        if replacement is not None:
+            setattr(parent, name.rpartition(".")[2], replacement)
+        if isinstance(replacement, _RingCore):
+            style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
+            parallelize_module(replacement, cp, style)
+
+
+def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
+    """This rank's part of every sequence of a batch {name: (B, S)}: labels and positions travel with their tokens."""
+    cp = mesh["cp"]
+    if cp.size() == 1:
+        return batch
+    length = batch["tokens"].shape[1]
+    order = sequence_order(length, cp.size(), parallelism.context_parallel_load_balancer == "headtail")
+    mine = order.chunk(cp.size())[cp.get_local_rank()].to(batch["tokens"].device)
+    return {name: tensor.index_select(1, mine) for name, tensor in batch.items()}
+
+
+def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
+    """Places in the sequence (length,), in the order in which ranks hold them: equal parts, one rank's after another's.
+
+    Balanced, a rank has one of 2 x ranks pieces from the head and its counterpart from the tail.
+    """
+    order = torch.arange(length)
+    if not balanced:
+        return order
+    pieces = order.chunk(2 * ranks)
+    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[2 * ranks - 1 - rank])])
+
+
+# Ring
+
+
+class _RingCore(AttentionCore):
+    """Causal attention by a kernel that torch's ring is made of: it takes q, k, v as DTensors split by sequence."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None, "the ring takes no mask"
+        if q.device.type == "cpu":
+            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
+            # Only flash attention has grouped heads, and it has no float32.
+            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _configure_ring(balanced: bool, rotate_method: str) -> None:
+    """torch keeps these settings for the whole process. Its table of kernels lacks the CPU's, which is added."""
+    ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
+    ring._cp_options.enable_load_balance = balanced
+    ring.set_rotate_method(rotate_method)
+    kernels: dict[Any, Any] = ring.custom_ops
+    kernels[aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_forward_on_cpu
+    kernels[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_backward_on_cpu
+    ring._enable_cp_dtensor_dispatcher()
+
+
+def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    query, key, value, _, is_causal = args
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        repeated = (_as_many_heads(tensor, query) for tensor in (key, value))
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, more["is_causal"])
+
+    mesh = query.device_mesh
+    local = {"query": query.to_local(), "key": key.to_local(), "value": value.to_local()}
+    results = ring._templated_ring_attention(mesh.get_group(), 2, kernel, **local, is_causal=is_causal)
+    return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
+
+
+def _ring_backward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    gradient, query, key, value, out, logsumexp, _, is_causal = args
+
+    def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+        repeated = (_as_many_heads(tensor, query) for tensor in (key, value))
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            more["grad_out"], query, *repeated, more["out"], more["logsumexp"], 0.0, more["is_causal"]
+        )
+        return gradients[0], *(tensor.unflatten(1, (key.shape[1], -1)).sum(dim=2) for tensor in gradients[1:])
+
+    mesh = query.device_mesh
+    given = {"grad_out": gradient, "query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp}
+    local = {name: tensor.to_local() for name, tensor in given.items()}
+    results = ring._templated_ring_attention_backward(
+        mesh.get_group(), 2, kernel, grad_out_name="grad_out", is_causal=is_causal, **local
+    )
+    return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
+
+
+def _as_many_heads(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each query head: the CPU's kernel has no groups, but what travels does."""
+    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
+
+
+# Methods that take any mask
+
+
+class _ContextMask(AttentionMask):
+    """The mask over the whole sequence: of this rank's queries, or of all."""
+
+    def __init__(self, cp: DeviceMesh, balanced: bool, own_queries: bool) -> None:
+        super().__init__()
+        self.cp, self.balanced, self.own_queries = cp, balanced, own_queries
+
+    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor | None:
+        if document_ids_BS is None and not self.own_queries:
+            return None
+        order = sequence_order(positions_BS.shape[1] * self.cp.size(), self.cp.size(), self.balanced)
+        order = order.to(positions_BS.device)
+        if document_ids_BS is None:
+            document_ids_BS = torch.zeros_like(positions_BS[:1])
+        documents = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
+        if self.own_queries:
+            mine = order.chunk(self.cp.size())[self.cp.get_local_rank()]
+            return visible(mine, order, document_ids_BS, documents)
+        documents = documents[:, order.argsort()]
+        index = torch.arange(len(order), device=order.device)
+        return visible(index, index, documents, documents)
+
+
+class _GatheringCore(AttentionCore):
+    """Own queries, all keys and values. Their gradients are summed back to the ranks that they came from."""
+
+    def __init__(self, cp: DeviceMesh) -> None:
+        super().__init__()
+        self.cp = cp
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)
+        k, v = keys_and_values.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return super().forward(q, k, v, mask)
+
+
+class _UlyssesCore(AttentionCore):
+    """Every rank gets the whole sequence of its share of the heads."""
+
+    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
+        super().__init__()
+        self.cp, self.balanced = cp, balanced
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        ranks = self.cp.size()
+        if k.shape[1] < ranks:
+            k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))
+        q, k, v = (self._to_heads(tensor) for tensor in (q, k, v))
+        if not self.balanced:
+            return self._to_sequence(super().forward(q, k, v, mask))
+        order = sequence_order(q.shape[2], ranks, balanced=True).to(q.device)
+        q, k, v = (tensor.index_select(2, order.argsort()) for tensor in (q, k, v))
+        return self._to_sequence(super().forward(q, k, v, mask).index_select(2, order))
+
+    def _to_heads(self, x_BHSK: Tensor) -> Tensor:
+        """(B, H, S / cp, K) -> (B, H / cp, S, K)."""
+        parts = x_BHSK.unflatten(1, (self.cp.size(), -1)).movedim(1, 0).contiguous()
+        parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
+        return parts.movedim(0, 2).flatten(2, 3)
+
+    def _to_sequence(self, x_BHSK: Tensor) -> Tensor:
+        """(B, H / cp, S, K) -> (B, H, S / cp, K)."""
+        parts = x_BHSK.unflatten(2, (self.cp.size(), -1)).movedim(2, 0).contiguous()
+        parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
+        return parts.movedim(0, 1).flatten(1, 2)

@@ -1,0 +1,166 @@
+"""Tensor parallel: each matrix split over tp ranks (arXiv:1909.08053), with what lies between split along the sequence
+(sequence parallel, arXiv:2205.05198), and the loss split by vocabulary.
+
+A plan is data: a pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
+SequenceParallel, PrepareModuleInput), and three for what torch lacks: norms without sequence parallel, an embedding
+whose gradient is no larger than a rank's rows, and a head with its loss.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from parallelize.mesh import Mesh
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]) -> None:
+    """Split the model by the plan.
+
+    Raises:
+        ValueError: a pattern matches no module, or a parameter is in no module that a pattern matches.
+    """
+    tp = mesh["tp"]
+    if tp.size() == 1:
+        return
+    names = [name for name, _ in model.named_modules()]
+    if unused := [pattern for pattern in plan if not _may_match(model, pattern, names)]:
+        raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unused)}")
+    parallelize_module(model, tp, dict(plan))
+    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
+    if whole:
+        raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
+    model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
+
+
+def _may_match(model: nn.Module, pattern: str, names: list[str]) -> bool:
+    """Also true of a part of the model that this stage does not hold."""
+    first = getattr(model, pattern.partition(".")[0], nn.Identity())
+    absent = first is None or (isinstance(first, nn.ModuleDict) and not len(first))
+    return absent or any(fnmatchcase(name, pattern) for name in names)
+
+
+def align_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give each gradient its parameter's placement: those of norms are partial sums until here."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+class Replicated(ParallelStyle):
+    """A module that every rank computes on the whole of its input: a norm without sequence parallel."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def whole(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(tensor, mesh, [Replicate()], run_check=False) for tensor in inputs)
+
+        return distribute_module(
+            module, device_mesh, input_fn=whole, output_fn=lambda _, output, mesh: output.to_local()
+        )
+
+
+class VocabularyParallelEmbedding(ParallelStyle):
+    """A table split by rows: a rank looks up the tokens that it has, and the results are summed.
+
+    Takes tokens (B, S) that all ranks have; gives (B, S, D) on all of them, or with Shard(1) each its part of S.
+    """
+
+    def __init__(self, output_layout: Placement) -> None:
+        self.output_layout = output_layout
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split_rows(module, device_mesh)
+
+        def forward(tokens: Tensor) -> Tensor:
+            rows = _rows(module)
+            local = tokens - device_mesh.get_local_rank() * rows.shape[0]
+            mine = (local >= 0) & (local < rows.shape[0])
+            found = F.embedding(local.where(mine, 0), rows) * mine[..., None]
+            partial = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
+            # FSDP hooks gradients to what a module returns, and warns of views.
+            return partial.redistribute(placements=[self.output_layout]).to_local().clone()
+
+        module.forward = forward
+        return module
+
+
+class VocabularyParallelHead(ParallelStyle):
+    """The projection to the vocabulary, split by rows, with the loss behind it.
+
+    Takes hidden states (B, S, D) in input_layout, labels (B, S) whole. With loss_parallel no rank holds more than its
+    part of the logits; without, they are gathered and every rank computes the same loss. Logits are always given whole.
+    """
+
+    def __init__(self, input_layout: Placement, loss_parallel: bool) -> None:
+        self.input_layout, self.loss_parallel = input_layout, loss_parallel
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split_rows(module, device_mesh)
+
+        def forward(x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+            if not isinstance(x_BSD, DTensor):
+                x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.input_layout], run_check=False)
+            # What comes back is each rank's part of the gradient: of its rows of the vocabulary.
+            whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+            logits = F.linear(whole, _rows(module))
+            if labels_BS is not None and self.loss_parallel:
+                return VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels_BS.flatten(), device_mesh)
+            split = DTensor.from_local(logits, device_mesh, [Shard(-1)], run_check=False)
+            logits = split.redistribute(placements=[Replicate()]).to_local()
+            if labels_BS is None:
+                return logits
+            return F.cross_entropy(logits.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum")
+
+        module.forward = forward
+        return module
+
+
+def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight))
+
+
+def _rows(module: nn.Module) -> Tensor:
+    """This rank's rows of the table."""
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+class VocabularyParallelCrossEntropy(torch.autograd.Function):
+    """Sum of cross-entropies over labels that are not -100, of logits (T, V / tp) split by vocabulary.
+
+    Three sums or maxima of T numbers are all that ranks exchange (arXiv:1909.08053, section 3).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
+        group, columns = mesh.get_group(), logits.shape[1]
+        logits = logits.float()
+        maximum = logits.amax(dim=1)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
+        exponentials = (logits - maximum[:, None]).exp_()
+        total = exponentials.sum(dim=1)
+        dist.all_reduce(total, group=group)
+        local = labels - mesh.get_local_rank() * columns
+        mine = (local >= 0) & (local < columns)
+        local = local.where(mine, 0)
+        target = logits.gather(1, local[:, None])[:, 0].where(mine, 0)
+        dist.all_reduce(target, group=group)
+        valid = labels != -100
+        ctx.save_for_backward(exponentials.div_(total[:, None]), local, mine, valid)
+        return (total.log() + maximum - target).where(valid, 0).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        probabilities, local, mine, valid = ctx.saved_tensors
+        result = probabilities.scatter_add(1, local[:, None], -mine[:, None].to(probabilities.dtype))
+        return result.mul_((gradient * valid)[:, None]), None, None
