@@ -16,7 +16,7 @@ from pathlib import Path
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.exit_codes import ExitCode
 from parallelize.mesh import minimum_ranks, resolve_degrees
-from parallelize.rules import check_layout
+from parallelize.rules import check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 TRAIN = ROOT / "train.py"
@@ -85,6 +85,9 @@ def main(argv: list[str]) -> int:
         config, settings = check(argv, os.environ)
         from components.data.__main__ import prepare_all
 
+        degrees = resolve_degrees(config, settings.world_size)
+        for warning in warnings(config, degrees, settings.ranks):
+            print(f"warning: {warning}", file=sys.stderr)
         prepare_all(config)
         return start(config, settings, [sys.executable, str(TRAIN), *argv])
     except ConfigError as error:

@@ -1,8 +1,10 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
@@ -24,10 +26,63 @@ def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     return config.training.local_batch_size * degrees.batch_ranks
 
 
-def _batch_sizes_that_fit(config: JobConfig, degrees: Degrees) -> str:
-    unit = config.training.local_batch_size * degrees.batch_ranks
-    below = global_batch_size(config, degrees) // unit * unit
-    return " or ".join(str(size) for size in (below, below + unit) if size)
+def _sizes(config: JobConfig) -> Any:
+    """The model's configuration: n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers."""
+    from models import MODELS
+
+    return MODELS[config.model.name][1][config.model.flavor]
+
+
+def _sequence_unit(config: JobConfig, degrees: Degrees) -> int:
+    """What a sequence has to be a multiple of."""
+    parallelism, unit = config.parallelism, degrees.cp
+    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
+        unit *= 2
+    return math.lcm(unit, degrees.cp * degrees.tp) if parallelism.sequence_parallel else unit
+
+
+def _near_multiples(size: int, unit: int) -> str:
+    below = size // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+
+
+def _splits(what: str, attribute: str) -> Rule:
+    """tp has to divide one of the model's sizes."""
+
+    def divisors(config: JobConfig) -> str:
+        size = getattr(_sizes(config), attribute)
+        return ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0 and degree <= 64)
+
+    return Rule(
+        "parallelism.tensor_parallel_degree",
+        lambda config, degrees: getattr(_sizes(config), attribute) % degrees.tp != 0,
+        lambda config, degrees: (
+            f"{config.model.name} {config.model.flavor} has {getattr(_sizes(config), attribute)} {what}, "
+            f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors(config)}"
+        ),
+    )
+
+
+def _divides_sequence(key: str, length: Callable[[JobConfig], int | None]) -> Rule:
+    return Rule(
+        key,
+        lambda config, degrees: (length(config) or 0) % _sequence_unit(config, degrees) != 0,
+        lambda config, degrees: (
+            f"with {degrees} a sequence must be a multiple of {_sequence_unit(config, degrees)} tokens: "
+            f"{_near_multiples(length(config) or 0, _sequence_unit(config, degrees))} would be"
+        ),
+    )
+
+
+def _ulysses_heads(config: JobConfig, degrees: Degrees) -> tuple[int, int]:
+    """Heads and key/value heads of one tensor parallel rank."""
+    sizes = _sizes(config)
+    return sizes.n_heads // degrees.tp, sizes.n_kv_heads // degrees.tp
+
+
+def _ulysses_cannot_share(config: JobConfig, degrees: Degrees, cp: int) -> bool:
+    heads, kv_heads = _ulysses_heads(config, degrees)
+    return heads % cp != 0 or kv_heads == 0 or (kv_heads % cp != 0 and cp % kv_heads != 0)
 
 
 RULES = [
@@ -36,6 +91,37 @@ RULES = [
         lambda config, degrees: degrees.pp > 1,
         lambda config, degrees: "pipeline parallel is not available yet; set it to 1 and use data parallel",
     ),
+    _splits("key/value heads", "n_kv_heads"),
+    _splits("feed-forward columns", "ffn_dim"),
+    _splits("rows in its vocabulary", "vocab_size"),
+    _divides_sequence("training.seq_len", lambda config: config.training.seq_len),
+    _divides_sequence(
+        "validation.seq_len", lambda config: config.validation.seq_len if config.validation.enable else None
+    ),
+    Rule(
+        "parallelism.context_parallel_method",
+        lambda config, degrees: (
+            degrees.cp > 1
+            and config.parallelism.context_parallel_method == "ulysses"
+            and _ulysses_cannot_share(config, degrees, degrees.cp)
+        ),
+        lambda config, degrees: (
+            "a rank has {} heads and {} key/value heads, ".format(*_ulysses_heads(config, degrees))
+            + f"which {degrees.cp} ranks cannot exchange evenly; context_parallel_degree = "
+            + " or ".join(str(cp) for cp in range(1, degrees.cp) if not _ulysses_cannot_share(config, degrees, cp))
+            + ' would do, or context_parallel_method = "allgather_kv" or "ring"'
+        ),
+    ),
+    Rule(
+        "training.document_mask",
+        lambda config, degrees: (
+            degrees.cp > 1 and config.training.document_mask and config.parallelism.context_parallel_method == "ring"
+        ),
+        lambda config, degrees: (
+            "the ring takes no mask, so documents would see each other; "
+            'parallelism.context_parallel_method = "allgather_kv" or "ulysses" would do'
+        ),
+    ),
     Rule(
         "training.global_batch_size",
         lambda config, degrees: bool(
@@ -43,7 +129,11 @@ RULES = [
         ),
         lambda config, degrees: (
             f"not a multiple of training.local_batch_size = {config.training.local_batch_size} x "
-            f"{degrees.batch_ranks} batch ranks; {_batch_sizes_that_fit(config, degrees)} would be"
+            f"{degrees.batch_ranks} batch ranks; "
+            + _near_multiples(
+                global_batch_size(config, degrees), config.training.local_batch_size * degrees.batch_ranks
+            )
+            + " would be"
         ),
     ),
 ]
@@ -75,6 +165,17 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
     """Raises ConfigError with every rule that the layout breaks, or where there is no such model."""
+    check_model(config)
     if broken := list(broken_rules(config, degrees)):
         raise ConfigError(broken)
-    check_model(config)
+
+
+def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
+    """Layouts that are right but hardly meant, each with what would be better."""
+    found = []
+    if ranks_per_node % degrees.tp:
+        found.append(
+            f"parallelism.tensor_parallel_degree = {degrees.tp}: a group of {degrees.tp} ranks spans nodes of "
+            f"{ranks_per_node}, and tensor parallel waits for every layer's messages; keep it inside a node"
+        )
+    return found

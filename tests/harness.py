@@ -5,13 +5,14 @@ Ranks are forked from a server that has torch and train.py imported, so that a l
 
 import hashlib
 import json
+import logging
 import multiprocessing
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ import torch
 
 torch.set_num_threads(1)  # before the fork server runs any operation: children of a threaded parent hang
 
+# It warns that full_tensor() could be faster.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # Imported at first use by every rank, in a second: once, before the fork.
 import torch._dynamo
 import torch.distributed._functional_collectives
@@ -35,10 +38,12 @@ from parallelize.llama import parallelize_llama  # noqa: F401 - found by its nam
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
-FLAVORS["tiny"] = LlamaConfig(dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096)
-FLAVORS["tiny_tied"] = LlamaConfig(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=True
-)
+for tied in (False, True):
+    suffix = "_tied" if tied else ""
+    FLAVORS[f"tiny{suffix}"] = LlamaConfig(
+        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=tied
+    )
+    FLAVORS[f"many_heads{suffix}"] = replace(FLAVORS[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.
@@ -91,26 +96,37 @@ class Case:
 
 def observe(*overrides: str, **options: Any) -> Observation:
     """Run a case (options are those of Case) and return what was observed. Raises RuntimeError if a rank failed."""
-    case = Case(overrides=overrides, **options)
+    (observed,) = observe_all([Case(overrides=overrides, **options)])
+    if isinstance(observed, RuntimeError):
+        raise observed
+    return observed
+
+
+def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
+    """Run cases that need as many ranks, one after another in the same processes; new ones after a case that failed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness"])
-    started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
-        ranks = [context.Process(target=_rank, args=(rank, case, folder, port)) for rank in range(case.ranks)]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(120)
-        codes = [rank.exitcode for rank in ranks]
-        for rank in ranks:
-            rank.kill()
-        if any(codes):
+    while cases:
+        count, started = cases[0].ranks, time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            port = _free_port()
+            ranks = [context.Process(target=_rank, args=(rank, cases, folder, port)) for rank in range(count)]
+            for rank in ranks:
+                rank.start()
+            for rank in ranks:
+                rank.join(120 + 20 * len(cases))
+            codes = [rank.exitcode for rank in ranks]
+            for rank in ranks:
+                rank.kill()
+            done = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("observation_*"))]
             errors = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error_*")))
-            raise RuntimeError(f"ranks ended with {codes}\n{errors}")
-        observation = torch.load(Path(folder) / "observation.pt", weights_only=False)
-    observation.seconds = time.perf_counter() - started
-    return observation
+        if len(cases) == 1 and done:
+            done[0].seconds = time.perf_counter() - started
+        yield from done
+        cases = cases[len(done) :]
+        if cases or any(codes):
+            yield RuntimeError(f"ranks ended with {codes}\n{errors}")
+            cases = cases[1:]
 
 
 def figures(observed: Observation, reference: Observation) -> dict[str, float]:
@@ -169,27 +185,31 @@ def _weights(run: train.Run) -> dict[str, Tensor]:
     return {name: _whole(parameter) for stage in run.stages for name, parameter in stage.named_parameters()}
 
 
-def _rank(rank: int, case: Case, folder: str, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(case.ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **case.environment}
+def _rank(rank: int, cases: Sequence[Case], folder: str, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(cases[0].ranks), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **cases[0].environment}
     code = 0
     try:
-        observation = _observe(case)
-        if rank == 0:
-            torch.save(observation, Path(folder) / "observation.pt")
+        device = init_distributed(20)
+        for number, case in enumerate(cases):
+            started = time.perf_counter()
+            observation = _observe(case, device)
+            observation.seconds = time.perf_counter() - started
+            if rank == 0:
+                torch.save(observation, Path(folder) / f"observation_{number:04}")
     except BaseException as error:
         code = 1
-        (Path(folder) / f"error_{rank}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
+        (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
     leave(code)
 
 
-def _observe(case: Case) -> Observation:
+def _observe(case: Case, device: torch.device) -> Observation:
     """The loop of train.train without metrics and signals: what it calls is train.py's own."""
     if case.mutate:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
     config = load_config(argv)
-    run = train.build(config, init_distributed(20))
+    run = train.build(config, device)
     checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
     if case.folder:
         train.resume(run, checkpointer)
@@ -223,6 +243,7 @@ def _observe(case: Case) -> Observation:
     sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
     weights = _weights(run)
     extra = case.at_end(run) if case.at_end else None
+    train.clip_gradients = clip
     return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)
 
 

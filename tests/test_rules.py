@@ -1,31 +1,109 @@
 """Layouts that are refused, each with its reason; and models that are not there."""
 
+import dataclasses
+import functools
+import re
+from typing import Any
+
 import pytest
 
 from components.config import ConfigError, JobConfig, load_config
+from models.llama import FLAVORS
+from parallelize import rules
 from parallelize.mesh import resolve_degrees
-from parallelize.rules import RULES, broken_rules, check_layout, check_model
+from parallelize.rules import RULES, broken_rules, check_layout, check_model, warnings
+from tests.harness import SMALL, broken_bars, observe
 
 
 def config_of(*overrides: str) -> JobConfig:
     return load_config(list(overrides))
 
 
-CASES = {
-    "parallelism.tensor_parallel_degree": ("--parallelism.tensor_parallel_degree", "2"),
-    "parallelism.context_parallel_degree": ("--parallelism.context_parallel_degree", "2"),
-    "parallelism.pipeline_parallel_degree": ("--parallelism.pipeline_parallel_degree", "2"),
-    "training.global_batch_size": ("--training.local_batch_size", "2", "--training.global_batch_size", "6"),
-}
+TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
+METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
+GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.key)
-def test_each_rule_refuses_its_case_and_no_other(rule: object) -> None:
-    key = rule.key  # type: ignore[attr-defined]
-    config = config_of(*CASES[key])
-    broken = list(broken_rules(config, resolve_degrees(config, 4)))
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout that breaks one rule, what the rule says, and what happens without it."""
+
+    rule: str
+    layout: tuple[str, ...]
+    says: str
+    without: str
+    """"error", the name of a figure that breaks, or empty where no rank does anything with it yet."""
+    ranks: int = 2
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sizes that differ from the harness's tiny model."""
+    run: tuple[str, ...] = ()
+    """Settings that one process has too."""
+
+
+CASES = [
+    Refused("pipeline", ("--parallelism.pipeline_parallel_degree", "2"), "not available yet", ""),
+    Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
+    Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
+    Refused("vocabulary", (TP, "2"), "4099 rows in its vocabulary", "gradient", model={"vocab_size": 4099}),
+    Refused("training.seq_len", (CP, "2"), "multiple of 4 tokens: 32 or 36 would", "gradient", run=(LENGTH, "34")),
+    Refused("training.seq_len", (TP, "2"), "multiple of 2 tokens: 32 or 34 would", "error", run=(LENGTH, "33")),
+    Refused(
+        "validation.seq_len",
+        (CP, "2", "--validation.enable", "true", "--validation.seq_len", "6"),
+        "multiple of 4 tokens: 4 or 8 would",
+        "",
+    ),
+    Refused(
+        "ulysses",
+        (CP, "4", METHOD, "ulysses"),
+        "6 heads and 3 key/value heads.* context_parallel_degree = 1 or 3 would do",
+        "error",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 3, "dim": 96},
+    ),
+    Refused("document_mask", (CP, "2"), "allgather_kv", "error", run=("--training.document_mask", "true")),
+    Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
+]  # fmt: skip
+
+
+def plant(model: dict[str, Any], without_rules: bool) -> None:
+    """Give the harness's model other sizes; take the rules away."""
+    FLAVORS["changed"] = dataclasses.replace(FLAVORS["tiny"], **model)
+    if without_rules:
+        rules.RULES.clear()
+
+
+def each(cases: list[Refused]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.rule)
+
+
+def settings(case: Refused) -> list[str]:
+    return ["--model.flavor", "changed", *case.run, *case.layout]
+
+
+@each(CASES)
+def test_each_rule_refuses_its_case_and_no_other(case: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FLAVORS, "changed", dataclasses.replace(FLAVORS["tiny"], **case.model))
+    config = config_of(*SMALL, *settings(case))
+    broken = list(broken_rules(config, resolve_degrees(config, case.ranks)))
     assert len(broken) == 1
-    assert key in broken[0]
+    assert re.search(case.says, broken[0])
+
+
+def test_every_rule_has_a_case() -> None:
+    assert len({case.rule for case in CASES}) == len(RULES)
+
+
+@each([case for case in CASES if case.without])
+def test_what_would_happen_without_the_rule(case: Refused) -> None:
+    plain = functools.partial(plant, case.model, without_rules=True)
+    reference = observe("--model.flavor", "changed", *case.run, mutate=plain, steps=2)
+    try:
+        observed = observe(*settings(case), mutate=plain, ranks=case.ranks, steps=2)
+    except RuntimeError:
+        assert case.without == "error"
+        return
+    assert case.without in broken_bars(observed, reference)
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
@@ -65,3 +143,10 @@ def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))
+
+
+def test_tensor_parallel_over_nodes_is_warned_of() -> None:
+    config = config_of("--parallelism.tensor_parallel_degree", "4")
+    degrees = resolve_degrees(config, 16)
+    assert "a group of 4 ranks spans nodes of 2" in warnings(config, degrees, 2)[0]
+    assert warnings(config, degrees, 8) == []

@@ -287,6 +287,10 @@ def _contradictions(config: JobConfig) -> list[str]:
     if config.parallelism.data_parallel_replicate_degree == config.parallelism.data_parallel_shard_degree == -1:
         reason = "only one of the two data parallel degrees can take what is left; data_parallel_shard_degree is -1 too"
         found.append(mistake(config, "parallelism.data_parallel_replicate_degree", reason))
+    method = config.parallelism.context_parallel_method
+    if method != "ring" and "parallelism.context_parallel_rotate_method" in config.origins:
+        reason = f'belongs to the ring; context_parallel_method is "{method}"'
+        found.append(mistake(config, "parallelism.context_parallel_rotate_method", reason))
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         found.append(
             mistake(config, "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out")

@@ -1,0 +1,241 @@
+"""The matrix of layouts, generated from its axes: each is the run of one process, or is refused by a rule.
+
+python -m tests.matrix                      a spread: every pair of settings, in a few layouts
+python -m tests.matrix --all                every layout of the axes
+python -m tests.matrix --random 30 --seed 7 so many, drawn from all
+"""
+
+import argparse
+import functools
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config import ConfigError, load_config
+from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_layout
+from tests.harness import BARS, RECIPE, SMALL, Case, Observation, figures, observe, observe_all
+
+Cell = tuple[tuple[str, str], ...]
+"""(axis, value) for each axis, in the order of AXES."""
+
+AXES: dict[str, tuple[str, ...]] = {
+    "dp": ("1", "ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 2x2"),
+    "reshard": ("default", "always", "never"),
+    "tp": ("1", "2", "4"),
+    "sequence_parallel": ("true", "false"),
+    "loss_parallel": ("true", "false"),
+    "cp": ("1", "2", "4"),
+    "method": ("ring allgather", "ring alltoall", "allgather_kv", "ulysses"),
+    "balancer": ("headtail", "none"),
+    "document_mask": ("false", "true"),
+    "accumulation": ("1", "3"),
+    "model": ("many_heads", "many_heads_tied"),
+}
+SIDE_AXES = ("reshard", "accumulation", "model")
+MOST_RANKS = 16
+LABELS = (1, 7, 0, 30)
+"""Labels kept of each sequence: ranks and micro-batches weigh differently."""
+_GLOBAL_BATCH = 12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cell with every axis that it makes a difference to; equal layouts are one."""
+
+    cell: Cell
+
+    def __getitem__(self, axis: str) -> str:
+        return dict(self.cell)[axis]
+
+    def __str__(self) -> str:
+        shown = {"dp": "{}", "tp": "tp {}", "cp": "cp {}", "sequence_parallel": "sp {}", "loss_parallel": "lp {}"}
+        default = {axis: values[0] for axis, values in AXES.items()}
+        parts = [shown.get(axis, f"{axis} {{}}").format(value) for axis, value in self.cell if value != default[axis]]
+        return " · ".join(parts) or "one rank"
+
+    @property
+    def ranks(self) -> int:
+        replicas, shards = self._data_parallel()
+        return replicas * shards * int(self["tp"]) * int(self["cp"])
+
+    def _data_parallel(self) -> tuple[int, int]:
+        kind, _, sizes = self["dp"].partition(" ")
+        if kind == "hsdp":
+            replicas, _, shards = sizes.partition("x")
+            return int(replicas), int(shards)
+        return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
+
+    def run(self) -> tuple[str, ...]:
+        """Settings that decide the run: one process has them too."""
+        return (
+            *("--model.flavor", self["model"], "--training.document_mask", self["document_mask"]),
+            *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
+        )
+
+    def overrides(self) -> tuple[str, ...]:
+        """Settings of a job file."""
+        replicas, shards = self._data_parallel()
+        method, _, rotate = self["method"].partition(" ")
+        given = {
+            "data_parallel_replicate_degree": replicas,
+            "data_parallel_shard_degree": shards,
+            "fsdp_reshard_after_forward": self["reshard"],
+            "tensor_parallel_degree": self["tp"],
+            "sequence_parallel": self["sequence_parallel"],
+            "loss_parallel": self["loss_parallel"],
+            "context_parallel_degree": self["cp"],
+            "context_parallel_method": method,
+            "context_parallel_load_balancer": self["balancer"],
+            **({"context_parallel_rotate_method": rotate} if rotate else {}),
+        }
+        local = _GLOBAL_BATCH // (replicas * shards) // int(self["accumulation"])
+        return (
+            *self.run(),
+            *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
+            *("--training.local_batch_size", str(local)),
+        )
+
+    def refusal(self) -> str:
+        """Why it is refused before launch; empty if it is not."""
+        try:
+            config = load_config(["--job.config_file", str(RECIPE), *SMALL, *self.overrides()])
+            check_layout(config, resolve_degrees(config, self.ranks))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def layout(**given: str) -> Layout:
+    """A layout where settings that make no difference have their first value."""
+    values = {axis: given.get(axis, choices[0]) for axis, choices in AXES.items()}
+    idle = []
+    if values["tp"] == "1":
+        idle += ["sequence_parallel", "loss_parallel"]
+    if values["cp"] == "1":
+        idle += ["method", "balancer"]
+        if not values["dp"].startswith(("fsdp", "hsdp")):
+            idle += ["reshard"]
+    return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
+
+
+def every_layout() -> list[Layout]:
+    """The product of all axes, up to MOST_RANKS ranks."""
+    return _layouts(AXES)
+
+
+def main_layouts() -> list[Layout]:
+    """The product of the main axes, up to MOST_RANKS ranks; each has settings of the side axes in turn."""
+    sides = itertools.cycle(itertools.product(*(AXES[axis] for axis in SIDE_AXES)))
+    main = _layouts({axis: values for axis, values in AXES.items() if axis not in SIDE_AXES})
+    return [layout(**dict(each.cell) | dict(zip(SIDE_AXES, next(sides), strict=True))) for each in main]
+
+
+def _layouts(axes: dict[str, tuple[str, ...]]) -> list[Layout]:
+    values = itertools.product(*axes.values())
+    found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)  # once each, in order
+    return [each for each in found if each.ranks <= MOST_RANKS]
+
+
+def pairs_of(each: Layout) -> set[tuple[tuple[str, str], ...]]:
+    return set(itertools.combinations(each.cell, 2))
+
+
+def spread(layouts: Sequence[Layout], seed: int = 0) -> list[Layout]:
+    """Few layouts, with few ranks, in which every pair of settings occurs that occurs at all. Greedy."""
+    shuffled = random.Random(seed).sample(list(layouts), len(layouts))
+    pairs = {each: pairs_of(each) for each in shuffled}
+    missing = set().union(*pairs.values())
+    chosen = []
+    while missing:
+        best = max(shuffled, key=lambda each: len(pairs[each] & missing) / (2 + each.ranks))
+        chosen.append(best)
+        missing -= pairs[best]
+    return chosen
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a layout."""
+
+    layout: Layout
+    refusal: str
+    error: str
+    figures: dict[str, float]
+    seconds: float
+
+    @property
+    def broken(self) -> dict[str, float]:
+        return {name: value for name, value in self.figures.items() if not value <= BARS[name]}
+
+    @property
+    def verdict(self) -> str:
+        if self.refusal:
+            return "refused"
+        return "error" if self.error else "broken" if self.broken else "proven"
+
+
+@functools.cache
+def one_process(run: tuple[str, ...]) -> Observation:
+    return observe(*run, valid_labels=LABELS)
+
+
+def measure(layouts: Iterable[Layout], together: int = 16) -> Iterator[Result]:
+    """Run every layout that no rule refuses; those of as many ranks share processes, so many at a time."""
+    accepted: list[Layout] = []
+    for each in layouts:
+        if refusal := each.refusal():
+            yield Result(each, refusal, "", {}, 0.0)
+        else:
+            accepted.append(each)
+    accepted.sort(key=lambda each: each.ranks)
+    for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
+        same = list(group)
+        for start in range(0, len(same), together):
+            batch = same[start : start + together]
+            cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]
+            for each, observed in zip(batch, observe_all(cases), strict=True):
+                if isinstance(observed, RuntimeError):
+                    yield Result(each, "", str(observed), {}, 0.0)
+                else:
+                    yield Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)
+
+
+def main(argv: list[str]) -> int:
+    """Print each layout with its worst gradient error and seconds; 1 if any was neither proven nor refused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the results to this file, a line each")
+    options = parser.parse_args(argv)
+    if options.random:
+        chosen = random.Random(options.seed).sample(every_layout(), options.random)
+    else:
+        chosen = main_layouts() if options.all else spread(every_layout(), options.seed)
+    counts: dict[str, int] = {}
+    started = time.perf_counter()
+    with open(options.json or "/dev/null", "w", encoding="utf-8") as file:
+        for number, result in enumerate(measure(chosen), 1):
+            counts[result.verdict] = counts.get(result.verdict, 0) + 1
+            worst = f"{result.figures['gradient']:.1e}" if result.figures else ""
+            line = f"{result.verdict:8} {worst:8} {result.seconds:5.1f} s  {result.layout}"
+            if result.verdict in ("broken", "error"):
+                line += f"\n    {result.error or result.broken}"
+            rest = (time.perf_counter() - started) / number * (len(chosen) - number)
+            print(f"{number:5}/{len(chosen)} eta {rest / 60:3.0f}m  {line}", flush=True)
+            record: dict[str, Any] = {"layout": dict(result.layout.cell), "ranks": result.layout.ranks}
+            record |= {"verdict": result.verdict, "figures": result.figures, "refusal": result.refusal}
+            print(json.dumps(record | {"seconds": round(result.seconds, 2)}), file=file, flush=True)
+    print(f"{counts} in {time.perf_counter() - started:.0f} s")
+    return int(bool(counts.get("broken") or counts.get("error")))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
