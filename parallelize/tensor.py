@@ -31,20 +31,20 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     if tp.size() == 1:
         return
     names = [name for name, _ in model.named_modules()]
-    if unused := [pattern for pattern in plan if not _may_match(model, pattern, names)]:
-        raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unused)}")
-    parallelize_module(model, tp, dict(plan))
+    used = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+    if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
+        raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
+    parallelize_module(model, tp, used)
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
 
 
-def _may_match(model: nn.Module, pattern: str, names: list[str]) -> bool:
-    """Also true of a part of the model that this stage does not hold."""
-    first = getattr(model, pattern.partition(".")[0], nn.Identity())
-    absent = first is None or (isinstance(first, nn.ModuleDict) and not len(first))
-    return absent or any(fnmatchcase(name, pattern) for name in names)
+def _is_left_out(model: nn.Module, pattern: str) -> bool:
+    """Whether it is about a part of the model that this stage does not hold."""
+    part = getattr(model, pattern.partition(".")[0], nn.Identity())
+    return part is None or (isinstance(part, nn.ModuleDict) and not len(part))
 
 
 def align_gradients(parameters: list[nn.Parameter]) -> None:

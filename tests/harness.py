@@ -3,13 +3,18 @@
 Ranks are forked from a server that has torch and train.py imported, so that a layout costs a second and not six.
 """
 
+import __future__
+
 import hashlib
+import importlib
+import inspect
 import json
 import logging
 import multiprocessing
 import os
 import socket
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,7 +54,22 @@ FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn
 # Nothing here divides by 2, 3 or 4 ranks.
 FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=4099)
 
+
+def _verses() -> Path:
+    """Text whose documents are about as long as the sequences here: each verse of a book is one."""
+    path = ROOT / ".cache" / "tests" / "verses.jsonl"
+    lines = (ROOT / "assets" / "kjv" / "01-genesis.txt").read_text(encoding="utf-8").splitlines()
+    text = "".join(json.dumps({"text": line}) + "\n" for line in lines if line)
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.rename(path)
+    return path
+
+
 SMALL = [
+    *("--training.dataset_path", str(_verses())),
     *("--model.flavor", "tiny", "--training.seq_len", "32", "--training.global_batch_size", "36"),
     *("--training.local_batch_size", "36", "--training.steps", "100", "--lr_scheduler.warmup_steps", "0"),
     *("--optimizer.lr", "1e-3", "--optimizer.eps", "1e-5", "--validation.enable", "false"),
@@ -261,6 +281,22 @@ def _observed_batches(
             content = batch["tokens"][row].numpy().tobytes() + batch["labels"][row].numpy().tobytes()
             seen.setdefault(str(run.step), []).append(hashlib.blake2b(content, digest_size=8).hexdigest())
         yield batch
+
+
+def rewrite(module: str, function: str, old: str, new: str) -> None:
+    """Plant a fault: replace a piece of a function's source ("name" or "Class.name"). Fails if it is not there once."""
+    owner: Any = importlib.import_module(module)
+    globals_of_it, (*outer, name) = owner.__dict__, function.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    assert source.count(old) == 1, f"{old!r} is not once in {module}.{function}"
+    code = compile(source.replace(old, new), f"<{function}>", "exec", __future__.annotations.compiler_flag)
+    made: dict[str, Any] = {}
+    exec(code, globals_of_it, made)
+    setattr(owner, name, made[name])
+    if not outer and hasattr(train, name):
+        setattr(train, name, made[name])
 
 
 def main() -> None:

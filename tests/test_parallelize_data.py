@@ -1,16 +1,11 @@
 """Data parallel layouts are the run of one process: weights, tokens, loss, gradients, norm and later weights."""
 
-import __future__
-
 import functools
-import importlib
-import inspect
-import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.harness import Observation, broken_bars, figures, observe
+from tests.harness import Observation, broken_bars, figures, observe, rewrite
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
@@ -87,17 +82,6 @@ def test_same_layout_twice_is_the_same_bits() -> None:
     runs = [observe(SHARD, "2", *local_batch(2, 3), ranks=2) for _ in range(2)]
     found = figures(*runs)
     assert set(found.values()) == {0.0}
-
-
-def rewrite(module: str, function: str, old: str, new: str) -> None:
-    """Plant a fault: replace a piece of a function's source. Fails if the piece is not there."""
-    owner, trainer = importlib.import_module(module), importlib.import_module("train")
-    source = textwrap.dedent(inspect.getsource(getattr(owner, function)))
-    assert source.count(old) == 1, f"{old!r} is not once in {module}.{function}"
-    code = compile(source.replace(old, new), f"<{function}>", "exec", __future__.annotations.compiler_flag)
-    exec(code, owner.__dict__)
-    if hasattr(trainer, function):
-        setattr(trainer, function, getattr(owner, function))
 
 
 FAULTS = {

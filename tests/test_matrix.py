@@ -1,0 +1,33 @@
+"""A spread of the matrix of layouts: every pair of settings occurs in it."""
+
+import functools
+import itertools
+
+import pytest
+
+from tests.matrix import Layout, Result, every_layout, main_layouts, measure, pairs_of, spread
+
+SPREAD = spread(every_layout())
+
+
+@functools.cache
+def results(ranks: int) -> dict[Layout, Result]:
+    """Layouts of as many ranks share processes."""
+    return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks])}
+
+
+@pytest.mark.parametrize("layout", sorted(SPREAD, key=lambda each: each.ranks), ids=str)
+def test_a_layout_is_the_run_of_one_process_or_refused(layout: Layout) -> None:
+    result = results(layout.ranks)[layout]
+    assert result.verdict in ("proven", "refused"), result.error or result.broken
+
+
+def test_the_spread_has_every_pair_of_settings() -> None:
+    assert set().union(*map(pairs_of, SPREAD)) == set().union(*map(pairs_of, every_layout()))
+
+
+def test_settings_without_effect_are_left_out() -> None:
+    layouts = main_layouts()
+    assert len(layouts) == len(set(layouts)) == 1132
+    for one, other in itertools.combinations([each.overrides() for each in layouts[:50]], 2):
+        assert one != other

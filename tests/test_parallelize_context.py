@@ -1,0 +1,188 @@
+"""Context parallel: how sequences are cut, documents that don't see each other, and faults that have to be found."""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import train
+from components.config import Parallelism
+from models import MODELS
+from models.llama import FLAVORS, Llama
+from parallelize.context import sequence_order, shard_sequence
+from tests.harness import broken_bars, observe, rewrite
+from tests.test_parallelize_data import UNEVEN_LABELS, one_process
+
+CP = "--parallelism.context_parallel_degree"
+METHOD = "--parallelism.context_parallel_method"
+BALANCER = "--parallelism.context_parallel_load_balancer"
+DOCUMENTS = ("--training.document_mask", "true")
+
+
+def test_ranks_hold_the_sequence_in_this_order() -> None:
+    assert sequence_order(8, 2, balanced=False).tolist() == list(range(8))
+    assert sequence_order(8, 2, balanced=True).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_balanced_ranks_have_as_many_pairs_of_query_and_key(ranks: int) -> None:
+    seen = [(part + 1).sum().item() for part in sequence_order(64, ranks, balanced=True).chunk(ranks)]
+    assert len(set(seen)) == 1
+
+
+def cut_a_batch(run: train.Run) -> dict[str, list]:
+    """This batch, as all cp ranks hold it together; and how many labels count in it before and after it was cut."""
+    whole = next(train.micro_batches(run))
+    part = shard_sequence(whole, run.mesh, run.config.parallelism)
+    cp = run.mesh["cp"]
+    gathered = {}
+    for name, tensor in part.items():
+        parts = [torch.empty_like(tensor) for _ in range(cp.size())]
+        dist.all_gather(parts, tensor.contiguous(), group=cp.get_group())
+        gathered[name] = torch.cat(parts, dim=1)
+    return {"whole": [whole], "gathered": [gathered]}
+
+
+@pytest.mark.parametrize("documents", [(), DOCUMENTS], ids=["one document", "packed"])
+@pytest.mark.parametrize(("ranks", "balancer"), [(2, "headtail"), (4, "headtail"), (2, "none")])
+def test_positions_and_labels_travel_with_their_tokens(ranks: int, balancer: str, documents: tuple[str, ...]) -> None:
+    """Pitfalls: labels shifted after the cut, so that each shard loses one; positions that are not permuted."""
+    layout = (CP, str(ranks), BALANCER, balancer, METHOD, "allgather_kv", *documents)
+    seen = observe(*layout, ranks=ranks, steps=0, at_end=cut_a_batch).extra
+    whole, gathered = seen["whole"][0], seen["gathered"][0]
+    order = sequence_order(32, ranks, balancer == "headtail")
+    for name, tensor in whole.items():
+        assert torch.equal(gathered[name], tensor[:, order]), name
+    assert (gathered["labels"] != -100).sum() == (whole["labels"] != -100).sum()
+    if documents:
+        starts = whole["document_ids"].diff(dim=1) > 0
+        assert starts.any(), "the batch has a document that begins inside a sequence"
+        assert (whole["positions"][:, 1:][starts] == 0).all()
+        assert (whole["positions"].diff(dim=1)[~starts] == 1).all()
+    else:
+        assert torch.equal(gathered["positions"], order.expand_as(gathered["positions"]))
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather_kv", "ulysses"])
+def test_a_shard_without_a_label_adds_nothing(method: str) -> None:
+    """Pitfall: 0 / 0. The second rank of an unbalanced cut has no label in any sequence."""
+    labels = (1, 7, 3)
+    observed = observe(CP, "2", METHOD, method, BALANCER, "none", ranks=2, valid_labels=labels)
+    assert not broken_bars(observed, one_process(valid_labels=labels))
+
+
+def logits_before_and_after(run: train.Run) -> torch.Tensor:
+    """How far logits move, by place, when every token of the first document is another one."""
+    tokens = torch.arange(32).view(1, 32) + 100
+    document_ids = (torch.arange(32) >= 12).long().view(1, 32)
+    positions = torch.arange(32).view(1, 32) - 12 * document_ids
+    found = []
+    for change in (0, 1000):
+        batch = {"tokens": tokens + change * (1 - document_ids), "document_ids": document_ids, "positions": positions}
+        part = shard_sequence(batch, run.mesh, run.config.parallelism)
+        with torch.no_grad():
+            logits = run.stages[0](**part)
+        parts = [torch.empty_like(logits) for _ in range(run.mesh["cp"].size())]
+        dist.all_gather(parts, logits.contiguous(), group=run.mesh["cp"].get_group())
+        balanced = run.config.parallelism.context_parallel_load_balancer == "headtail"
+        found.append(torch.cat(parts, dim=1)[:, sequence_order(32, len(parts), balanced).argsort()])
+    return (found[1] - found[0]).abs().amax(dim=(0, 2))
+
+
+@pytest.mark.parametrize("balancer", ["headtail", "none"])
+@pytest.mark.parametrize(("ranks", "method"), [(1, "ring"), (2, "allgather_kv"), (4, "allgather_kv"), (2, "ulysses")])
+def test_documents_do_not_see_each_other(ranks: int, method: str, balancer: str) -> None:
+    """Pitfall: packed documents under context parallel."""
+    layout = (CP, str(ranks), METHOD, method, BALANCER, balancer, *DOCUMENTS)
+    moved = observe(*layout, ranks=ranks, steps=0, at_end=logits_before_and_after).extra
+    assert moved[:12].min() > 1e-3
+    assert moved[12:].max() == 0
+
+
+def test_without_the_mask_documents_see_each_other() -> None:
+    model = Llama(FLAVORS["tiny"])
+    tokens = torch.arange(32).view(1, 32)
+    ids = (torch.arange(32) >= 12).long().view(1, 32)
+    with torch.no_grad():
+        other = torch.where(ids == 0, tokens + 1000, tokens)
+        assert not torch.equal(model(tokens)[:, 12:], model(other)[:, 12:])
+        assert torch.equal(model(tokens, document_ids=ids)[:, 12:], model(other, document_ids=ids)[:, 12:])
+
+
+def test_a_packed_document_is_as_if_it_were_alone() -> None:
+    """On one device: same logits at the same places, whatever is packed before it."""
+    model, tokens = Llama(FLAVORS["tiny"]), torch.arange(32).view(1, 32)
+    ids = (torch.arange(32) >= 12).long().view(1, 32)
+    with torch.no_grad():
+        packed = model(tokens, document_ids=ids, positions=torch.arange(32).view(1, 32) - 12 * ids)
+        assert torch.allclose(packed[:, 12:], model(tokens[:, 12:]), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_model_draws_random_numbers(name: str) -> None:
+    """Pitfall: dropout masks that agree, or differ, on the wrong ranks. No model has any."""
+    model_class, flavors = MODELS[name]
+    model, before = model_class(flavors["debug"]).train(), torch.get_rng_state()
+    model(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).backward()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+FAULTS = {
+    "labels shifted after the cut": (
+        "parallelize.context",
+        "shard_sequence",
+        "for name, tensor in batch.items()}",
+        'for name, tensor in batch.items()} | {"labels": batch["tokens"].index_select(1, mine).roll(-1, 1)}',
+    ),
+    "positions not permuted": (
+        "parallelize.context",
+        "shard_sequence",
+        "tensor.index_select(1, mine)",
+        'tensor.index_select(1, torch.arange(len(mine)) if name == "positions" else mine)',
+    ),
+    "keys and values of the wrong rank": (
+        "torch.distributed.tensor.experimental._context_parallel._attention",
+        "_AllGatherRotater.next_buffer",
+        "idx = rank - self._idx",
+        "idx = rank",
+    ),
+    "gradients not summed over cp": (
+        "parallelize.mesh",
+        "Mesh.__init__",
+        "degrees.dp_shard * degrees.cp, degrees.tp",
+        "degrees.dp_shard, degrees.tp * degrees.cp",
+    ),
+    "loss not summed over cp": ("parallelize.mesh", "sum_over_token_ranks", '"fsdp"', '"dp_shard"'),
+    "a balanced cut for a ring that is told of none": (
+        "parallelize.context",
+        "_configure_ring",
+        "enable_load_balance = balanced",
+        "enable_load_balance = False",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    try:
+        observed = observe(
+            CP, "2", ranks=2, valid_labels=UNEVEN_LABELS, mutate=functools.partial(rewrite, *FAULTS[fault])
+        )
+    except RuntimeError:
+        assert fault == "gradients not summed over cp", "only here are the sizes of the mesh wrong"
+        return
+    assert broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def test_cut_is_nothing_on_one_rank() -> None:
+    batch = {"tokens": torch.arange(8).view(1, 8)}
+
+    class One:
+        def __getitem__(self, name: str) -> "One":
+            return self
+
+        def size(self) -> int:
+            return 1
+
+    assert shard_sequence(batch, One(), Parallelism()) is batch  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""Tensor parallel: its plan, its loss, what is replicated, and faults that have to be found."""
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import train
+from components.config import Parallelism
+from models.llama import FLAVORS, Llama
+from parallelize.llama import llama_tp_plan
+from parallelize.mesh import Mesh
+from parallelize.tensor import VocabularyParallelCrossEntropy, apply_tensor_parallel
+from tests.harness import broken_bars, observe, rewrite
+from tests.test_parallelize_data import UNEVEN_LABELS, one_process
+
+TP2 = ("--parallelism.tensor_parallel_degree", "2")
+WITHOUT_SEQUENCE = ("--parallelism.sequence_parallel", "false")
+WITHOUT_LOSS = ("--parallelism.loss_parallel", "false")
+
+
+@pytest.fixture
+def two_ranks() -> Any:
+    """Two ranks as seen by the first, without another process: nothing here communicates."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def tiny_model() -> Llama:
+    with torch.device("meta"):
+        return Llama(FLAVORS["tiny"])
+
+
+def mesh_of_two() -> Mesh:
+    from parallelize.mesh import Degrees
+
+    return Mesh(Degrees(tp=2), "cpu")
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(two_ranks: None) -> None:
+    plan = llama_tp_plan(Parallelism()) | {"layers.*.attention.wx": ColwiseParallel()}
+    with pytest.raises(ValueError, match=r"modules that are not there: layers\.\*\.attention\.wx"):
+        apply_tensor_parallel(tiny_model(), mesh_of_two(), plan)
+
+
+@pytest.mark.parametrize("left_out", ["norm", "layers.*.ffn_norm", "layers.*.feed_forward.w2", "output"])
+def test_a_parameter_without_a_style_is_an_error(left_out: str, two_ranks: None) -> None:
+    plan = llama_tp_plan(Parallelism())
+    del plan[left_out]
+    with pytest.raises(ValueError, match=f"no style for .*{left_out.rpartition('.')[2]}.weight"):
+        apply_tensor_parallel(tiny_model(), mesh_of_two(), plan)
+
+
+def test_a_stage_may_lack_the_ends_of_the_model(two_ranks: None) -> None:
+    model = tiny_model()
+    model.tok_embeddings = model.output = model.norm = None
+    apply_tensor_parallel(model, mesh_of_two(), llama_tp_plan(Parallelism()))
+    model.layers = nn.ModuleDict()
+    apply_tensor_parallel(model, mesh_of_two(), llama_tp_plan(Parallelism()))
+
+
+def compare_losses(run: train.Run) -> list[float]:
+    """Worst relative error of the loss, and of the gradients of hidden states and weights, on any rank."""
+    mesh, generator = run.mesh["tp"], torch.Generator().manual_seed(0)
+    hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
+    weights = torch.randn(20, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 20, (24,), generator=generator)
+    labels[::5] = -100
+    plain = F.cross_entropy(hidden @ weights.T, labels, reduction="sum")
+    expected = [plain, *torch.autograd.grad(plain, (hidden, weights))]
+    rows = weights.detach().chunk(mesh.size())[mesh.get_local_rank()].requires_grad_()
+    loss = VocabularyParallelCrossEntropy.apply(hidden @ rows.T, labels, mesh)
+    of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
+    dist.all_reduce(of_hidden, group=mesh.get_group())
+    parts = [torch.empty_like(of_rows) for _ in range(mesh.size())]
+    dist.all_gather(parts, of_rows, group=mesh.get_group())
+    found = [loss, of_hidden, torch.cat(parts)]
+    return [((got - want).norm() / want.norm()).item() for got, want in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loss_split_by_vocabulary_has_the_plain_gradients(ranks: int) -> None:
+    """Pitfall: a vocabulary-parallel loss that is right while its gradients are not."""
+    layout = ("--parallelism.tensor_parallel_degree", str(ranks), "--model.flavor", "many_heads")
+    assert max(observe(*layout, ranks=ranks, steps=0, at_end=compare_losses).extra) < 1e-6
+
+
+def norms_differ(run: train.Run) -> list[str]:
+    """Replicated parameters that are not the same bits on each tp rank."""
+    differ, replicated = [], 0
+    for name, parameter in run.stages[0].named_parameters():
+        if isinstance(parameter, DTensor) and parameter.placements[-1] == Replicate():
+            replicated += 1
+            local = parameter.to_local().detach().clone()
+            everywhere = [torch.empty_like(local) for _ in range(run.mesh["tp"].size())]
+            dist.all_gather(everywhere, local, group=run.mesh["tp"].get_group())
+            differ += [name for other in everywhere if not torch.equal(other, local)]
+    assert replicated == 5
+    return differ
+
+
+@pytest.mark.parametrize("settings", [(), WITHOUT_SEQUENCE], ids=["sequence parallel", "without"])
+def test_replicated_parameters_keep_the_same_bits(settings: tuple[str, ...]) -> None:
+    """Pitfall: norms drift apart between tp ranks."""
+    assert observe(*TP2, *settings, ranks=2, steps=3, valid_labels=UNEVEN_LABELS, at_end=norms_differ).extra == []
+
+
+def logits_of(run: train.Run) -> torch.Tensor:
+    tokens = torch.arange(64).view(2, 32)
+    with torch.no_grad():
+        return run.stages[0](tokens).clone()
+
+
+@pytest.mark.parametrize("settings", [(), WITHOUT_SEQUENCE, WITHOUT_LOSS])
+def test_without_labels_every_rank_gets_all_logits(settings: tuple[str, ...]) -> None:
+    whole = observe(steps=0, at_end=logits_of).extra
+    split = observe(*TP2, *settings, ranks=2, steps=0, at_end=logits_of).extra
+    assert split.shape == whole.shape == (2, 32, 4096)
+    assert (split - whole).abs().max() < 1e-5
+
+
+FAULTS = {
+    "a norm's gradient left out of the reduction over tp": (
+        "parallelize.tensor",
+        "align_gradients",
+        "gradient.redistribute(placements=parameter.placements)",
+        "DTensor.from_local(gradient.to_local(), gradient.device_mesh, parameter.placements)",
+    ),
+    "a partial gradient taken for a replicated one": (
+        "parallelize.tensor",
+        "VocabularyParallelHead._apply",
+        "grad_placements=[Partial()]",
+        "grad_placements=[Replicate()]",
+    ),
+    "the gradient norm not summed over tp": (
+        "components.optimizer",
+        "clip_gradients",
+        "group in groups:",
+        "group in ():",
+    ),
+    "rows of the vocabulary off by a rank": (
+        "parallelize.tensor",
+        "VocabularyParallelEmbedding._apply",
+        "device_mesh.get_local_rank()",
+        "(1 - device_mesh.get_local_rank())",
+    ),
+    "tp ranks see different batches": (
+        "train",
+        "micro_batches",
+        "consumed_sequences=run.sequences",
+        "consumed_sequences=run.sequences + run.mesh['tp'].get_local_rank()",
+    ),
+    "tp ranks start from other norms": (
+        "components.init",
+        "initialize_weights",
+        "parameter.fill_(1.0)",
+        "parameter.fill_(1.0 + 0.5 * torch.distributed.get_rank())",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    plant = functools.partial(rewrite, *FAULTS[fault])
+    if fault == "tp ranks see different batches":
+        with pytest.raises(RuntimeError, match="ranks of one part of the batch see different ones"):
+            observe(*TP2, ranks=2, mutate=plant)
+        return
+    observed = observe(*TP2, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
