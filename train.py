@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from components.checkpoint import Checkpointer
 from components.config import ConfigError, JobConfig, load_config, mistake, to_dict
-from components.data import PackedSequences, data_spec, prepare
+from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.data.order import sequence_at
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
@@ -33,7 +33,15 @@ from models import MODELS
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
-from parallelize.mesh import Degrees, Mesh, batch_rank, draw_layout, resolve_degrees, sum_over_token_ranks
+from parallelize.mesh import (
+    Degrees,
+    Mesh,
+    batch_rank,
+    describe_memory,
+    draw_layout,
+    resolve_degrees,
+    sum_over_token_ranks,
+)
 from parallelize.rules import check_layout, global_batch_size
 from parallelize.tensor import align_gradients
 
@@ -109,27 +117,6 @@ def build_model(config: JobConfig, mesh: Mesh, device: torch.device) -> tuple[li
     return stages, flops_per_token
 
 
-def build_datasets(config: JobConfig) -> tuple[PackedSequences, PackedSequences | None]:
-    """Training sequences, and those that validation is on: data of its own, or a part held out."""
-    training, validation = config.training, config.validation
-    cache = prepare(data_spec(training, config.model.hf_assets_path))
-    vocab_size = MODELS[config.model.name][1][config.model.flavor].vocab_size
-    if cache.vocab_size > vocab_size:
-        reason = f"{cache.vocab_size} tokens, but {config.model.name} {config.model.flavor} has a table of {vocab_size}"
-        raise ConfigError(mistake(config, "model.hf_assets_path", reason))
-    if not validation.enable:
-        return PackedSequences(cache, training.seq_len), None
-    seq_len = validation.seq_len or training.seq_len
-    if validation.dataset_path:
-        own = prepare(data_spec(training, config.model.hf_assets_path, validation.dataset_path))
-        return PackedSequences(cache, training.seq_len), PackedSequences(own, seq_len)
-    held_out = validation.held_out_fraction
-    return (
-        PackedSequences(cache, training.seq_len, "train", held_out),
-        PackedSequences(cache, seq_len, "validation", held_out),
-    )
-
-
 def build(config: JobConfig, device: torch.device) -> Run:
     """Check the layout, read the data, build the model and its optimizer at step 0."""
     torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
@@ -140,7 +127,8 @@ def build(config: JobConfig, device: torch.device) -> Run:
         raise ConfigError(mistake(config, "profiling.enable_memory_snapshot", "memory snapshots are CUDA's"))
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
-    train_set, validation_set = build_datasets(config)
+    vocab_size = MODELS[config.model.name][1][config.model.flavor].vocab_size
+    train_set, validation_set = build_datasets(config, vocab_size)
     mesh = Mesh(degrees, device.type)
     set_timeout(config.comm.init_timeout_seconds, mesh)
     stages, flops_per_token = build_model(config, mesh, device)
@@ -336,7 +324,8 @@ def main(argv: list[str]) -> int:
             print(json.dumps(to_dict(config), indent=1))
         derived = " (derived)" if config.training.global_batch_size == -1 else ""
         print(f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in run.parameters):,} parameters")
-        print(draw_layout(run.degrees, run.parameters, run.accumulation))
+        print(draw_layout(run.degrees))
+        print(describe_memory(run.parameters, run.accumulation))
         print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
     try:
         return train(run, metrics, checkpointer)

@@ -85,8 +85,9 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
     batch, heads, queries, size = q.shape
     groups, keys = k.shape[1:3]
     if mask is None:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril_()[None, None]
-    hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -math.inf)
+        hidden = torch.full((1, 1, queries, keys), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    else:
+        hidden = torch.where(mask, 0.0, -math.inf).to(q.dtype)
     # Queries that share a key head are stacked, so that keys and values are never repeated.
     q = q.reshape(batch * groups, -1, size)
     k, v = k.reshape(batch * groups, keys, size), v.reshape(batch * groups, keys, size)

@@ -1,14 +1,21 @@
 """Everything that knows about more than one device.
 
-`parallelize_<model>` takes a model on the meta device and applies a layout in one fixed order; the pieces that exist
-so far are mesh.py, rules.py and data.py. `fully_shard` comes last, so that it gathers what all the others left, and
-only then is the model given memory and weights.
+`parallelize_<model>` takes a model on the meta device and applies a layout, always in this order (ORDER):
+
+  tensor parallel    changes what a module's parameters are, so it comes before all that wraps them
+  context parallel   changes only the attention cores
+  data parallel      is outermost, so that `fully_shard` gathers what all the others left
+
+Only then is the model given memory and weights, and its ties again. mesh.py has the ranks by dimension, rules.py the
+layouts that are refused.
 
 A model is `models/<name>.py` and `parallelize/<name>.py`: found by its name, so there is no list to keep.
 """
 
 from collections.abc import Callable
 from importlib import import_module
+
+ORDER = ("apply_tensor_parallel", "apply_context_parallel", "apply_data_parallel")
 
 
 def parallelize_model(name: str) -> Callable:

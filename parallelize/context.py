@@ -152,9 +152,9 @@ class _ContextMask(AttentionMask):
             return None
         order = sequence_order(positions_BS.shape[1] * self.cp.size(), self.cp.size(), self.balanced)
         order = order.to(positions_BS.device)
-        if document_ids_BS is None:
-            document_ids_BS = torch.zeros_like(positions_BS[:1])
-        documents = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
+        documents = document_ids_BS = positions_BS.new_zeros(1, 1) if document_ids_BS is None else document_ids_BS
+        if documents.numel() > 1:
+            documents = DTensor.from_local(documents, self.cp, [Shard(1)], run_check=False).full_tensor()
         if self.own_queries:
             mine = order.chunk(self.cp.size())[self.cp.get_local_rank()]
             return visible(mine, order, document_ids_BS, documents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
@@ -106,42 +107,66 @@ class Mesh:
         sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
         self._weights = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
+        self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self.device_type = device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
-        owner = (
-            self._batch if {"dp_shard", "cp"} & {*(names if isinstance(names, tuple) else (names,))} else self._weights
-        )
-        return owner[names]
+        if names not in self._slices:  # each slice that torch makes is a new object, at some cost
+            asked = {names} if isinstance(names, str) else set(names)
+            self._slices[names] = (self._batch if asked & {"dp_shard", "cp"} else self._weights)[names]
+        return self._slices[names]
 
     def groups(self) -> dict[str, ProcessGroup]:
         """The process group of each dimension that this rank is in."""
         return {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
 
 
-def draw_layout(degrees: Degrees, parameters: Sequence[Tensor], accumulation: int) -> str:
-    """Which rank sits where, and the bytes that this rank keeps, as lines of text."""
+def draw_layout(degrees: Degrees) -> str:
+    """Which rank sits where, as lines of text: ranks in brackets share the innermost dimension.
+
+    A row for each place in the dimensions outside the two innermost, of those that are larger than 1.
+    """
+    used = [name for name in _KEYS if getattr(degrees, name) > 1]
+    if not used:
+        return "one rank"
+    *outer, across, inside = ["", *used] if len(used) == 1 else used
+    in_group, groups = getattr(degrees, inside), getattr(degrees, across, 1)
+    width, shown = len(str(degrees.world_size - 1)), 8  # of each dimension
+    lines = ["ranks: in [ ] " + ", ".join([inside, *([f"across {across}"] if across else [])])]
+    rows = list(itertools.product(*(range(getattr(degrees, name)) for name in outer)))
+    for number, places in enumerate(rows[: 2 * shown]):
+        drawn = []
+        for group in range(min(groups, shown)):
+            first = (number * groups + group) * in_group
+            members = [f"{rank:{width}}" for rank in range(first, first + min(in_group, shown))]
+            drawn.append(f"[{' '.join(members)}{' ...' if in_group > shown else ''}]")
+        label = [f"{name} {place}" for name, place in zip(outer, places, strict=True)]
+        lines.append("  " + " ".join([*label, *drawn, *(["..."] if groups > shown else [])]))
+    return "\n".join(lines + ["  ..."] * (len(rows) > 2 * shown))
+
+
+def describe_memory(parameters: Sequence[Tensor], accumulation: int) -> str:
+    """The bytes that this rank keeps from step to step, as a line of text."""
     from torch.distributed.tensor import DTensor
 
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
     # Micro-batches add up unsharded, so that gradients are reduced once a step.
-    gradients = weights if accumulation == 1 else 4 * sum(parameter.numel() for parameter in parameters)
-    ranks = range(degrees.batch_ranks)
-    width = max(3, len(str(ranks[-1])) + 1)
-    shown = 16  # of each dimension
-    lines = []
-    if degrees.world_size > 1:
-        lines = ["ranks: across dp_shard, down dp_replicate"]
-        for replica in range(min(degrees.dp_replicate, shown)):
-            row = ranks[replica * degrees.dp_shard :][: min(degrees.dp_shard, shown)]
-            lines.append(
-                "  " + "".join(f"{rank:{width}}" for rank in row) + (" ..." if degrees.dp_shard > shown else "")
-            )
-        lines += ["  ..."] if degrees.dp_replicate > shown else []
+    gradients = weights if accumulation == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
     kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
-    lines.append("a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items()))
-    return "\n".join(lines)
+    return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
+
+
+def _unsharded(parameter: Tensor) -> int:
+    """Elements of a parameter that FSDP has gathered: still split by tensor parallel."""
+    from torch.distributed.tensor import DTensor
+
+    count = parameter.numel()
+    if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+        dimension = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+        if not parameter.placements[dimension].is_replicate():
+            count //= parameter.device_mesh.size(dimension)
+    return count
 
 
 def _size(size: int) -> str:

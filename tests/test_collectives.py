@@ -1,54 +1,73 @@
-"""What data parallel sends, counted in bytes, is what docs/data_parallel.md says; and what a rank keeps."""
+"""What ranks send, counted in bytes for each dimension of the mesh, is what docs/ say; and what a rank keeps."""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from models.llama import FLAVORS, Llama
 from tests.harness import observe
 from tests.test_parallelize_data import GLOBAL_BATCH, LAYOUTS, local_batch
 
 KINDS = {
     "_allgather_base_": "gather",
-    "_all_gather_base": "gather",
-    "_reduce_scatter_base_": "reduce",
+    "all_gather_into_tensor": "gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "all_to_all_single": "all-to-all",
 }
 
 
 class Traffic(TorchDispatchMode):
-    """Bytes of each kind of collective, of the whole buffer that it fills or sums."""
+    """Bytes of each kind of collective in each dimension of the mesh: of the whole buffer that it fills or sums."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: train.Run) -> None:
         super().__init__()
-        self.bytes: dict[str, int] = {}
+        groups = run.mesh.groups()
+        # dp_shard or cp alone is fsdp too.
+        self.dimensions = {groups[name].group_name: name for name in ("tp", "cp", "dp_shard", "fsdp", "dp_replicate")}
+        self.bytes: dict[tuple[str, str], int] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, as what it does to local tensors
+        result = function(*args, **(kwargs or {}))
         space, _, name = function._schema.name.partition("::")
+        if space in ("c10d", "_c10d_functional") and name in KINDS:
+            self.count(KINDS[name], space, function._schema, args, result)
+        return result
+
+    def count(self, kind: str, space: str, schema: Any, args: Any, result: Any) -> None:
+        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
         if space == "c10d":
-            buffer = args[1] if KINDS.get(name) == "reduce" else args[0]
-            tensor = buffer[0] if isinstance(buffer, list | tuple) else buffer
-            kind = KINDS.get(name, name)
-            self.bytes[kind] = self.bytes.get(kind, 0) + tensor.numel() * tensor.element_size()
-        return function(*args, **(kwargs or {}))
+            group = dist.ProcessGroup.unbox(given["process_group"]).group_name
+            buffer = args[1] if kind == "reduce-scatter" else args[0]
+        else:
+            group, buffer = given["group_name"], given["input"] if kind == "reduce-scatter" else result
+        tensor = buffer[0] if isinstance(buffer, list | tuple) else buffer
+        if group in self.dimensions and tensor.numel() > 1:  # not the gradient norm
+            key = self.dimensions[group], kind
+            self.bytes[key] = self.bytes.get(key, 0) + tensor.numel() * tensor.element_size()
 
 
-def count_traffic(run: train.Run) -> dict[str, int]:
-    batches = train.micro_batches(run)
-    with Traffic() as traffic:
-        train.train_step(run, batches, train.valid_tokens(run))
+def count_traffic(run: train.Run) -> dict[tuple[str, str], int]:
+    batches, valid = train.micro_batches(run), train.valid_tokens(run)
+    with Traffic(run) as traffic:
+        train.train_step(run, batches, valid)
     return traffic.bytes
 
 
-def parameter_bytes(names: tuple[str, ...] = ("",)) -> int:
+def parameter_bytes(names: tuple[str, ...] = ("",), model: str = "tiny") -> int:
     """Of the harness's model, in float32."""
-    from models.llama import FLAVORS, Llama
-
     with torch.device("meta"):
-        model = Llama(FLAVORS["tiny"])
-    return 4 * sum(p.numel() for name, p in model.named_parameters() if name.startswith(names))
+        parameters = Llama(FLAVORS[model]).named_parameters()
+    return 4 * sum(parameter.numel() for name, parameter in parameters if name.startswith(names))
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -61,16 +80,73 @@ def test_bytes_of_collectives_are_those_of_the_formulas(layout: str, accumulatio
     observed = observe(*overrides, *local_batch(ranks, accumulation), ranks=ranks, steps=1, at_end=count_traffic).extra
     whole, kept = parameter_bytes(), parameter_bytes(("output", "norm"))
     assert GLOBAL_BATCH % (ranks * accumulation) == 0
-    scalars = observed.get("all-reduce", 0) % 64
     if layout == "ddp 2":
         # One gradient sum a step; weights are gathered over a single rank, which moves nothing.
-        assert observed["all-reduce"] - scalars == whole
+        assert observed == {("dp_replicate", "all-reduce"): whole}
         return
     gathers = {"always": 2 * whole, "never": whole}.get(layout.split()[-1], 2 * whole - kept)
-    assert observed["gather"] == pytest.approx(gathers * accumulation)
-    assert observed["reduce"] == whole, "once a step, whatever the number of micro-batches"
-    replicas = whole // 2 if layout == "hsdp 2x2" else 0
-    assert observed.get("all-reduce", 0) - scalars == replicas
+    expected = {("fsdp", "gather"): gathers * accumulation, ("fsdp", "reduce-scatter"): whole}  # once a step
+    if layout == "hsdp 2x2":
+        expected["dp_replicate", "all-reduce"] = whole // 2
+    assert observed == expected
+
+
+# Of the model, and of the step, that the tests below count.
+SIZES, TOKENS, SEQUENCE = FLAVORS["many_heads"], GLOBAL_BATCH * 32, 32
+HIDDEN = 4 * TOKENS * SIZES.dim
+LAYERS, KEYS_AND_VALUES = SIZES.n_layers, 4 * 2 * TOKENS * SIZES.n_kv_heads * SIZES.head_dim
+NORMS = 4 * (2 * LAYERS + 1) * SIZES.dim
+
+
+def count_layout(ranks: int, *settings: str) -> dict[tuple[str, str], int]:
+    model = ("--model.flavor", "many_heads", "--parallelism.data_parallel_shard_degree", "1")
+    return observe(*model, *settings, ranks=ranks, steps=1, at_end=count_traffic).extra
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_bytes_of_tensor_parallel(tp: int) -> None:
+    """Each layer 4 gathers and 4 reduce-scatters of the hidden state, or as many bytes in 4 all-reduces."""
+    degree = ("--parallelism.tensor_parallel_degree", str(tp))
+    ends = 2  # the embedding's, and the head's
+    per_token = 3 * 4 * TOKENS  # loss: maximum, sum, and logit of the label
+    assert count_layout(tp, *degree) == {
+        ("tp", "gather"): (4 * LAYERS + ends) * HIDDEN,
+        ("tp", "reduce-scatter"): (4 * LAYERS + ends) * HIDDEN,
+        ("tp", "all-reduce"): per_token + NORMS,
+    }
+    assert count_layout(tp, *degree, "--parallelism.sequence_parallel", "false") == {
+        ("tp", "all-reduce"): (4 * LAYERS + ends) * HIDDEN + per_token
+    }
+    logits = 4 * TOKENS * SIZES.vocab_size
+    assert count_layout(tp, *degree, "--parallelism.loss_parallel", "false") == {
+        ("tp", "gather"): (4 * LAYERS + ends) * HIDDEN + logits,
+        ("tp", "reduce-scatter"): (4 * LAYERS + ends) * HIDDEN,
+        ("tp", "all-reduce"): NORMS,
+    }
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("method", ["ring allgather", "ring alltoall", "allgather_kv", "ulysses"])
+def test_bytes_of_context_parallel(method: str, cp: int) -> None:
+    """All of the keys and values, for each layer; with ulysses a rank's own heads of four tensors, there and back."""
+    kind, _, rotate = method.partition(" ")
+    settings = ["--parallelism.context_parallel_degree", str(cp), "--parallelism.context_parallel_method", kind]
+    settings += ["--parallelism.context_parallel_rotate_method", rotate] if rotate else []
+    own = KEYS_AND_VALUES // cp
+    queries_and_results = 4 * 2 * TOKENS * SIZES.n_heads * SIZES.head_dim // cp
+    expected = {
+        # Forward, and again backward; gradients go all the way round.
+        "ring allgather": {"gather": 2 * LAYERS * KEYS_AND_VALUES, "all-to-all": cp * LAYERS * own},
+        "ring alltoall": {"all-to-all": (2 * (cp - 1) + cp) * LAYERS * own},
+        "allgather_kv": {"gather": LAYERS * KEYS_AND_VALUES, "reduce-scatter": LAYERS * KEYS_AND_VALUES},
+        "ulysses": {"all-to-all": 2 * LAYERS * (queries_and_results + own)},
+    }[method]
+    # Weights are sharded over cp, as over dp_shard.
+    whole, kept = parameter_bytes(model="many_heads"), parameter_bytes(("output", "norm"), "many_heads")
+    weights = {"gather": 2 * whole - kept, "reduce-scatter": whole}
+    for name, size in weights.items():
+        expected[name] = expected.get(name, 0) + size
+    assert count_layout(cp, *settings) == {("fsdp", name): size for name, size in expected.items()}
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from tests.matrix import Layout, Result, every_layout, main_layouts, measure, pairs_of, spread
 
-SPREAD = spread(every_layout())
+SPREAD: list[Layout] = sorted(spread(every_layout()), key=lambda each: each.ranks)
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def results(ranks: int) -> dict[Layout, Result]:
     return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks])}
 
 
-@pytest.mark.parametrize("layout", sorted(SPREAD, key=lambda each: each.ranks), ids=str)
+@pytest.mark.parametrize("layout", SPREAD, ids=str)
 def test_a_layout_is_the_run_of_one_process_or_refused(layout: Layout) -> None:
     result = results(layout.ranks)[layout]
     assert result.verdict in ("proven", "refused"), result.error or result.broken

@@ -150,17 +150,30 @@ def test_harness_without_a_fault_is_green() -> None:
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
 
 
-def test_resume_at_other_layouts_is_the_unbroken_run(tmp_path: Path) -> None:
+TENSOR, CONTEXT = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
+CHAINS = {
+    "data parallel": ["one", "fsdp 2 default", "ddp 2", "hsdp 2x2", "fsdp 3 default", "fsdp 2 always", "one"],
+    "all axes": ["fsdp 2 default", "tp 2", "cp 2", "fsdp 2 tp 2 cp 2", "ddp 3", "tp 2 cp 2", "one"],
+}
+MORE_LAYOUTS = LAYOUTS | {
+    "one": (1, ()),
+    "tp 2": (2, (TENSOR, "2")),
+    "cp 2": (2, (CONTEXT, "2")),
+    "tp 2 cp 2": (4, (TENSOR, "2", CONTEXT, "2")),
+    "fsdp 2 tp 2 cp 2": (8, (SHARD, "2", TENSOR, "2", CONTEXT, "2")),
+}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_resume_at_other_layouts_is_the_unbroken_run(chain: str, tmp_path: Path) -> None:
     """Two steps at each of these layouts, each from the checkpoint of the one before."""
-    chain = ["one", "fsdp 2 default", "ddp 2", "hsdp 2x2", "fsdp 3 default", "fsdp 2 always", "one"]
-    unbroken = observe(steps=2 * len(chain))
+    unbroken = observe(steps=2 * len(CHAINS[chain]))
     losses: list[float] = []
     sequences: dict[str, list[str]] = {}
-    for name in chain:
-        ranks, overrides = LAYOUTS.get(name, (1, ()))
-        part = observe(
-            *("--checkpoint.enable", *overrides, *local_batch(ranks, 1)), ranks=ranks, steps=2, folder=str(tmp_path)
-        )
+    for name in CHAINS[chain]:
+        ranks, overrides = MORE_LAYOUTS[name]
+        local = ("--training.local_batch_size", "3")
+        part = observe("--checkpoint.enable", *overrides, *local, ranks=ranks, steps=2, folder=str(tmp_path))
         losses += part.losses
         sequences |= part.sequences
     assert sequences == unbroken.sequences

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from components.config import ROOT
-from tests.harness import RECIPE, broken_bars, observe
-from tests.test_parallelize_data import LAYOUTS, local_batch, rewrite
+from tests.harness import RECIPE, broken_bars, observe, rewrite
+from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 
 TINY_RUN = [
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "4"),
@@ -50,10 +50,10 @@ def count_waits(run: train.Run) -> list[str]:
     return waits.found
 
 
-@pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default"])
+@pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default", "tp 2", "cp 2"])
 def test_a_step_never_waits_for_the_device(layout: str) -> None:
-    ranks, overrides = LAYOUTS.get(layout, (1, ()))
-    observed = observe(*overrides, *local_batch(ranks, 3), ranks=ranks, steps=1, at_end=count_waits)
+    ranks, overrides = MORE_LAYOUTS[layout]
+    observed = observe(*overrides, "--training.local_batch_size", "6", ranks=ranks, steps=1, at_end=count_waits)
     assert observed.extra == []
 
 
@@ -203,13 +203,13 @@ def test_writers_work_and_keep_secrets(run_folder: Path) -> None:
 
 def test_validation_is_the_same_at_every_layout() -> None:
     """Seven sequences over up to four ranks: the ranks that run out still take part."""
-    given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.0003", "--validation.seq_len", "40")
+    given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.006", "--validation.seq_len", "40")
     losses = {}
-    for layout in ("one", "ddp 2", "fsdp 3 default", "hsdp 2x2"):
-        ranks, overrides = LAYOUTS.get(layout, (1, ()))
+    for layout in ("one", "ddp 2", "fsdp 3 default", "hsdp 2x2", "tp 2", "cp 2", "fsdp 2 tp 2 cp 2"):
+        ranks, overrides = MORE_LAYOUTS[layout]
         local = ("--validation.local_batch_size", "2")
         observed = observe(
-            *given, *local, *overrides, *local_batch(ranks, 1), ranks=ranks, steps=1, at_end=train.validate
+            *given, *local, *overrides, "--training.local_batch_size", "3", ranks=ranks, steps=1, at_end=train.validate
         )
         losses[layout] = observed.extra
     loss, labels = losses["one"]

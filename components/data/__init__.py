@@ -1,10 +1,11 @@
 """From text files to batches: sources.py reads documents, cache.py tokenizes them once, packed.py cuts sequences,
-order.py says which sequence comes when, loader.py makes batches.
+datasets.py takes the parts that a job asks for, order.py says which sequence comes when, loader.py makes batches.
 
     python -m components.data prepare --job.config_file recipes/llama_debug.toml
 """
 
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.datasets import build_datasets
 from components.data.packed import PackedSequences
 
-__all__ = ["DataSpec", "PackedSequences", "TokenCache", "data_spec", "prepare"]
+__all__ = ["DataSpec", "PackedSequences", "TokenCache", "build_datasets", "data_spec", "prepare"]
