@@ -42,6 +42,7 @@ from parallelize.mesh import (
     resolve_degrees,
     sum_over_token_ranks,
 )
+from parallelize.pipeline import Pipeline, describe_stages
 from parallelize.rules import check_layout, global_batch_size
 from parallelize.tensor import align_gradients
 
@@ -57,6 +58,8 @@ class Run:
     degrees: Degrees
     mesh: Mesh
     stages: list[nn.Module]
+    pipeline: Pipeline | None
+    """What runs the stages, if there is more than one."""
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
     train_set: PackedSequences
@@ -127,13 +130,17 @@ def build(config: JobConfig, device: torch.device) -> Run:
         raise ConfigError(mistake(config, "profiling.enable_memory_snapshot", "memory snapshots are CUDA's"))
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
-    vocab_size = MODELS[config.model.name][1][config.model.flavor].vocab_size
-    train_set, validation_set = build_datasets(config, vocab_size)
-    mesh = Mesh(degrees, device.type)
+    sizes = MODELS[config.model.name][1][config.model.flavor]
+    train_set, validation_set = build_datasets(config, sizes.vocab_size)
+    mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
     set_timeout(config.comm.init_timeout_seconds, mesh)
     stages, flops_per_token = build_model(config, mesh, device)
+    pipeline = None
+    if degrees.pp > 1:
+        micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
+        pipeline = Pipeline(stages, sizes.n_layers, micro_batches, mesh, config.parallelism, device)
     optimizer = build_optimizer(stages, config.optimizer)
-    return Run(config, device, degrees, mesh, stages, flops_per_token, optimizer, train_set, validation_set)
+    return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, train_set, validation_set)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -170,9 +177,9 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
 
 
 def micro_batches(run: Run) -> Iterator[Batch]:
-    """This rank's micro-batches from here on, without end, on its device."""
+    """Micro-batches of whole sequences from here on, without end: the same on ranks that share sequences."""
     training = run.config.training
-    loader = build_loader(
+    return build_loader(
         run.train_set,
         seed=run.config.debug.seed,
         global_batch_size=run.global_batch_size,
@@ -186,12 +193,6 @@ def micro_batches(run: Run) -> Iterator[Batch]:
         pin_memory=training.dataloader.pin_memory,
         prefetch_factor=training.dataloader.prefetch_factor,
     )
-    for batch in loader:
-        yield to_device(batch, run.device)
-
-
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def valid_tokens(run: Run) -> int:
@@ -200,9 +201,10 @@ def valid_tokens(run: Run) -> int:
     return run.train_set.count_valid(sequence_at(positions, len(run.train_set), run.config.debug.seed))
 
 
-def summed_loss(run: Run, batch: Batch) -> Tensor:
-    """Sum of the losses of this rank's part of a micro-batch: its part of every sequence."""
-    return run.stages[0](**shard_sequence(batch, run.mesh, run.config.parallelism))
+def own_part(run: Run, batch: Batch) -> Batch:
+    """What this rank computes of a micro-batch: its part of every sequence, on its device."""
+    on_device = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
+    return shard_sequence(on_device, run.mesh, run.config.parallelism)
 
 
 def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, Tensor]:
@@ -216,12 +218,16 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     loss = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
         set_gradient_sync(run.stages, last=number == run.accumulation - 1)
+        batch = own_part(run, next(batches))
         # The sum over labels is divided before backward, and by all ranks' labels: so gradients only ever add up.
-        part = summed_loss(run, next(batches)) / valid
-        part.backward()
-        loss += part.detach()
+        if run.pipeline:
+            loss += run.pipeline.forward_backward(batch, valid)
+        else:
+            part = run.stages[0](**batch) / valid
+            part.backward()
+            loss += part.detach()
     align_gradients(run.parameters)
-    norm = clip_gradients(run.parameters, config.training.max_norm)
+    norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group())
     finite = norm.isfinite()
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, finite)
@@ -243,8 +249,9 @@ def validate(run: Run) -> tuple[float, int]:
         count = min(count, validation.steps * size * ranks)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
+    summed_loss = run.pipeline.summed_loss if run.pipeline else lambda batch: run.stages[0](**batch)
     for batch in batches:
-        total += summed_loss(run, to_device(batch, run.device))
+        total += summed_loss(own_part(run, batch))
     reshard(run.stages)
     labels = run.validation_set.count_valid(np.arange(count))
     return sum_over_token_ranks(total, run.mesh).item() / labels, labels
@@ -324,7 +331,9 @@ def main(argv: list[str]) -> int:
             print(json.dumps(to_dict(config), indent=1))
         derived = " (derived)" if config.training.global_batch_size == -1 else ""
         print(f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in run.parameters):,} parameters")
-        print(draw_layout(run.degrees))
+        print(draw_layout(run.degrees, config.parallelism.pipeline_first))
+        if run.pipeline:
+            print(describe_stages(config.parallelism, MODELS[config.model.name][1][config.model.flavor].n_layers))
         print(describe_memory(run.parameters, run.accumulation))
         print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
     try:

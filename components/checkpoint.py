@@ -144,8 +144,13 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer)
         reader = _Reader(folder)
         try:
-            if misfits := list(_misfits(tensors, reader.read_metadata())):
-                raise ConfigError([f"{folder} does not fit this model: {misfit}" for misfit in misfits])
+            metadata = reader.read_metadata()
+            # Stages of a pipeline have each their own: what none of them has is not in the model.
+            names = set().union(*gather(set(tensors)))
+            misfits = [misfit for found in gather([*_misfits(tensors, names, metadata)]) for misfit in found]
+            if misfits:
+                lines = [f"{folder} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)]
+                raise ConfigError(lines)
             dcp.load(tensors, storage_reader=reader, process_group=self._group)
         except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
             reasons = [_cause(error) for error in _failures(failure).values()]
@@ -340,7 +345,8 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _misfits(tensors: dict[str, Tensor], metadata: Metadata) -> Iterator[str]:
+def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata) -> Iterator[str]:
+    """What does not fit among this rank's tensors; and what none of the ranks, whose tensors have these names, has."""
     saved: dict[str, Any] = dict(metadata.state_dict_metadata)
     for name, tensor in tensors.items():
         if name not in saved:
@@ -349,8 +355,8 @@ def _misfits(tensors: dict[str, Tensor], metadata: Metadata) -> Iterator[str]:
             yield f"{name} is {tuple(saved[name].size)} there and {tuple(tensor.shape)} here"
         elif saved[name].properties.dtype != tensor.dtype:
             yield f"{name} is {saved[name].properties.dtype} there and {tensor.dtype} here"
-    kinds = {name.partition(".")[0] for name in tensors}
-    for name in sorted(saved.keys() - tensors.keys()):
+    kinds = {name.partition(".")[0] for name in names}
+    for name in sorted(saved.keys() - names):
         if name.partition(".")[0] in kinds:
             yield f"{name} is not in this model"
 

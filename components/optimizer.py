@@ -64,10 +64,11 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGrou
     return parts
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
-    The norm is one number over all parameters, the same on every rank and at every layout. Squares are summed in
+    The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
+    layout. Squares are summed in
     float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently for each way to split it.
     """
     parts = local_gradients(parameters)
@@ -77,7 +78,10 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    norm = torch.stack(squares).sum().sqrt().float()
+    total = torch.stack(squares).sum()
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    norm = total.sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradients in parts.values():
         torch._foreach_mul_(gradients, factor)

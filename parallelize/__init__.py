@@ -2,12 +2,13 @@
 
 `parallelize_<model>` takes a model on the meta device and applies a layout, always in this order (ORDER):
 
+  stages             are cut first, so that no device makes what it won't keep
   tensor parallel    changes what a module's parameters are, so it comes before all that wraps them
   context parallel   changes only the attention cores
   data parallel      is outermost, so that `fully_shard` gathers what all the others left
 
-Only then is the model given memory and weights, and its ties again. mesh.py has the ranks by dimension, rules.py the
-layouts that are refused.
+Only then is the model given memory and weights, and its ties again; the schedule of a pipeline is built last. mesh.py
+has the ranks by dimension, rules.py the layouts that are refused.
 
 A model is `models/<name>.py` and `parallelize/<name>.py`: found by its name, so there is no list to keep.
 """

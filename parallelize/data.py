@@ -25,6 +25,8 @@ def apply_data_parallel(model: nn.Module, mesh: Mesh, training: Training, parall
     on_cuda = mesh.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     reshard = parallelism.fsdp_reshard_after_forward
+    if reshard == "default" and mesh["pp"].size() > 1:
+        reshard = "never"  # else each of the pipeline's micro-batches would gather all weights again
 
     def shard(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(

@@ -14,6 +14,7 @@ from components.config import JobConfig, Parallelism
 from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
 from parallelize.mesh import Mesh
+from parallelize.pipeline import split_stages
 from parallelize.tensor import (
     Replicated,
     VocabularyParallelEmbedding,
@@ -24,7 +25,7 @@ from parallelize.tensor import (
 
 def parallelize_llama(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
     """The stages of the model that this rank holds, still on the meta device. The order is that of __init__.py."""
-    stages = [model]
+    stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
         apply_tensor_parallel(stage, mesh, llama_tp_plan(config.parallelism))
         apply_context_parallel(stage, mesh, config.parallelism)

@@ -101,11 +101,13 @@ class Mesh:
     Needs an initialised process group.
     """
 
-    def __init__(self, degrees: Degrees, device_type: str) -> None:
+    def __init__(self, degrees: Degrees, device_type: str, pipeline_first: bool = False) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
-        sizes = (degrees.pp, degrees.dp_replicate, degrees.dp_shard * degrees.cp, degrees.tp)
-        self._weights = init_device_mesh(device_type, sizes, mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"))
+        sizes = {"dp_replicate": degrees.dp_replicate, "fsdp": degrees.dp_shard * degrees.cp}
+        sizes = sizes | {"pp": degrees.pp} if pipeline_first else {"pp": degrees.pp} | sizes
+        sizes |= {"tp": degrees.tp}
+        self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self.device_type = device_type
@@ -121,12 +123,13 @@ class Mesh:
         return {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
 
 
-def draw_layout(degrees: Degrees) -> str:
+def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     """Which rank sits where, as lines of text: ranks in brackets share the innermost dimension.
 
     A row for each place in the dimensions outside the two innermost, of those that are larger than 1.
     """
-    used = [name for name in _KEYS if getattr(degrees, name) > 1]
+    order = ("dp_replicate", "dp_shard", "cp", "pp", "tp") if pipeline_first else tuple(_KEYS)
+    used = [name for name in order if getattr(degrees, name) > 1]
     if not used:
         return "one rank"
     *outer, across, inside = ["", *used] if len(used) == 1 else used
@@ -180,9 +183,12 @@ def batch_rank(mesh: Mesh) -> int:
 
 
 def sum_over_token_ranks(value: Tensor, mesh: Mesh) -> Tensor:
-    """The sum, in place and on every rank, over the ranks that see different tokens."""
+    """The sum, in place and on every rank, over the ranks that see different tokens.
+
+    And over the stages of a pipeline, of which only the last knows a loss.
+    """
     from torch.distributed import all_reduce
 
-    for name in ("dp_replicate", "fsdp"):
+    for name in ("pp", "dp_replicate", "fsdp"):
         all_reduce(value, group=mesh[name].get_group())
     return value

@@ -5,6 +5,7 @@ Ranks are forked from a server that has torch and train.py imported, so that a l
 
 import __future__
 
+import faulthandler
 import hashlib
 import importlib
 import inspect
@@ -13,10 +14,11 @@ import logging
 import multiprocessing
 import os
 import socket
+import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,9 @@ torch.set_num_threads(1)  # before the fork server runs any operation: children 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # Imported at first use by every rank, in a second: once, before the fork.
 import torch._dynamo
+import torch.distributed as dist
 import torch.distributed._functional_collectives
+import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -49,6 +53,7 @@ for tied in (False, True):
         dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=tied
     )
     FLAVORS[f"many_heads{suffix}"] = replace(FLAVORS[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
+    FLAVORS[f"long{suffix}"] = replace(FLAVORS[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.
@@ -202,13 +207,24 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _weights(run: train.Run) -> dict[str, Tensor]:
-    return {name: _whole(parameter) for stage in run.stages for name, parameter in stage.named_parameters()}
+    parameters = (parameter for stage in run.stages for parameter in stage.named_parameters())
+    return _of_all_stages(run, {name: _whole(parameter) for name, parameter in parameters})
+
+
+def _of_all_stages(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    if run.degrees.pp == 1:
+        return tensors
+    parts: list[Any] = [None] * run.degrees.pp
+    dist.all_gather_object(parts, tensors, group=run.mesh["pp"].get_group())
+    assert sum(map(len, parts)) == len({name for part in parts for name in part}), "a parameter is in two stages"
+    return {name: tensor for part in parts for name, tensor in part.items()}
 
 
 def _rank(rank: int, cases: Sequence[Case], folder: str, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(cases[0].ranks), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **cases[0].environment}
     code = 0
+    faulthandler.enable()
     try:
         device = init_distributed(20)
         for number, case in enumerate(cases):
@@ -235,17 +251,17 @@ def _observe(case: Case, device: torch.device) -> Observation:
         train.resume(run, checkpointer)
     seen: dict[str, list[str]] = {}
     gradients: dict[str, Tensor] = {}
-    clip = train.clip_gradients
+    clip: Callable[..., Tensor] = train.clip_gradients
 
-    def clip_observed(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+    def clip_observed(*arguments: Any) -> Tensor:
         if not gradients:
             for stage in run.stages:
                 for name, parameter in stage.named_parameters():
                     assert parameter.grad is not None, name
                     gradients[name] = _whole(parameter.grad)
-        return clip(parameters, max_norm)
+        return clip(*arguments)
 
-    train.clip_gradients = clip_observed
+    vars(train)["clip_gradients"] = clip_observed
     first_weights, losses, norms = _weights(run), [], []
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
@@ -261,9 +277,9 @@ def _observe(case: Case, device: torch.device) -> Observation:
     for part, seen_by_rank, _ in everything:
         assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
     sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
-    weights = _weights(run)
+    weights, gradients = _weights(run), _of_all_stages(run, gradients)
     extra = case.at_end(run) if case.at_end else None
-    train.clip_gradients = clip
+    vars(train)["clip_gradients"] = clip
     return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)
 
 
@@ -289,20 +305,20 @@ def rewrite(module: str, function: str, old: str, new: str) -> None:
     globals_of_it, (*outer, name) = owner.__dict__, function.split(".")
     for part in outer:
         owner = getattr(owner, part)
-    source = textwrap.dedent(inspect.getsource(getattr(owner, name)))
+    original = getattr(owner, name)
+    source = textwrap.dedent(inspect.getsource(original))
     assert source.count(old) == 1, f"{old!r} is not once in {module}.{function}"
     code = compile(source.replace(old, new), f"<{function}>", "exec", __future__.annotations.compiler_flag)
     made: dict[str, Any] = {}
     exec(code, globals_of_it, made)
     setattr(owner, name, made[name])
-    if not outer and hasattr(train, name):
-        setattr(train, name, made[name])
+    for other in list(sys.modules.values()):  # those that have imported it
+        if getattr(other, name, None) is original:
+            setattr(other, name, made[name])
 
 
 def main() -> None:
     """Print the figures of one layout: python -m tests.harness RANKS --table.key value ..."""
-    import sys
-
     reference = observe()
     observed = observe(*sys.argv[2:], ranks=int(sys.argv[1]))
     print(json.dumps(figures(observed, reference) | {"seconds": observed.seconds}, indent=1))

@@ -35,14 +35,33 @@ AXES: dict[str, tuple[str, ...]] = {
     "method": ("ring allgather", "ring alltoall", "allgather_kv", "ulysses"),
     "balancer": ("headtail", "none"),
     "document_mask": ("false", "true"),
+    "pp": ("1", "2", "4"),
+    "schedule": (
+        "1F1B",
+        "GPipe",
+        "Interleaved1F1B",
+        "LoopedBFS",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ),
+    "pipeline_first": ("false", "true"),
+    "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
-    "model": ("many_heads", "many_heads_tied"),
+    "tied": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "model")
+SIDE_AXES = ("reshard", "accumulation", "tied")
+"""Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
+NEEDS = {
+    **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
+    **dict.fromkeys(("method", "balancer"), "cp"),
+    **dict.fromkeys(("schedule", "pipeline_first", "micro_batches"), "pp"),
+}
+"""Axes that make no difference where a degree is 1."""
 MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
-_GLOBAL_BATCH = 12
+_GLOBAL_BATCH = 48
 
 
 @dataclass(frozen=True)
@@ -55,7 +74,14 @@ class Layout:
         return dict(self.cell)[axis]
 
     def __str__(self) -> str:
-        shown = {"dp": "{}", "tp": "tp {}", "cp": "cp {}", "sequence_parallel": "sp {}", "loss_parallel": "lp {}"}
+        shown = {
+            "dp": "{}",
+            "tp": "tp {}",
+            "cp": "cp {}",
+            "pp": "pp {}",
+            "sequence_parallel": "sp {}",
+            "loss_parallel": "lp {}",
+        }
         default = {axis: values[0] for axis, values in AXES.items()}
         parts = [shown.get(axis, f"{axis} {{}}").format(value) for axis, value in self.cell if value != default[axis]]
         return " · ".join(parts) or "one rank"
@@ -63,7 +89,7 @@ class Layout:
     @property
     def ranks(self) -> int:
         replicas, shards = self._data_parallel()
-        return replicas * shards * int(self["tp"]) * int(self["cp"])
+        return replicas * shards * int(self["tp"]) * int(self["cp"]) * int(self["pp"])
 
     def _data_parallel(self) -> tuple[int, int]:
         kind, _, sizes = self["dp"].partition(" ")
@@ -73,9 +99,10 @@ class Layout:
         return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
 
     def run(self) -> tuple[str, ...]:
-        """Settings that decide the run: one process has them too."""
+        """Settings that decide the run: one process has them too. Pipelines have a model with more layers."""
+        flavor = ("many_heads" if self["pp"] == "1" else "long") + ("_tied" if self["tied"] == "true" else "")
         return (
-            *("--model.flavor", self["model"], "--training.document_mask", self["document_mask"]),
+            *("--model.flavor", flavor, "--training.document_mask", self["document_mask"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
         )
 
@@ -83,6 +110,7 @@ class Layout:
         """Settings of a job file."""
         replicas, shards = self._data_parallel()
         method, _, rotate = self["method"].partition(" ")
+        local = _GLOBAL_BATCH // (replicas * shards) // int(self["accumulation"])
         given = {
             "data_parallel_replicate_degree": replicas,
             "data_parallel_shard_degree": shards,
@@ -94,8 +122,11 @@ class Layout:
             "context_parallel_method": method,
             "context_parallel_load_balancer": self["balancer"],
             **({"context_parallel_rotate_method": rotate} if rotate else {}),
+            "pipeline_parallel_degree": self["pp"],
+            "pipeline_parallel_schedule": self["schedule"],
+            "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
+            "pipeline_first": self["pipeline_first"],
         }
-        local = _GLOBAL_BATCH // (replicas * shards) // int(self["accumulation"])
         return (
             *self.run(),
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
@@ -115,48 +146,75 @@ class Layout:
 def layout(**given: str) -> Layout:
     """A layout where settings that make no difference have their first value."""
     values = {axis: given.get(axis, choices[0]) for axis, choices in AXES.items()}
-    idle = []
-    if values["tp"] == "1":
-        idle += ["sequence_parallel", "loss_parallel"]
-    if values["cp"] == "1":
-        idle += ["method", "balancer"]
-        if not values["dp"].startswith(("fsdp", "hsdp")):
-            idle += ["reshard"]
+    idle = [axis for axis, degree in NEEDS.items() if values[degree] == "1"]
+    if values["cp"] == "1" and not values["dp"].startswith(("fsdp", "hsdp")):
+        idle.append("reshard")
     return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
 
 
-def every_layout() -> list[Layout]:
-    """The product of all axes, up to MOST_RANKS ranks."""
-    return _layouts(AXES)
+DEGREES = ("dp", "tp", "cp", "pp", "schedule")
 
 
 def main_layouts() -> list[Layout]:
-    """The product of the main axes, up to MOST_RANKS ranks; each has settings of the side axes in turn."""
-    sides = itertools.cycle(itertools.product(*(AXES[axis] for axis in SIDE_AXES)))
-    main = _layouts({axis: values for axis, values in AXES.items() if axis not in SIDE_AXES})
-    return [layout(**dict(each.cell) | dict(zip(SIDE_AXES, next(sides), strict=True))) for each in main]
+    """The product of the main axes without pipelines; and of all degrees and schedules, up to MOST_RANKS ranks.
+
+    The other axes have their settings in turn.
+    """
+    without = [axis for axis in AXES if axis not in SIDE_AXES]
+    return [*_product(without, pp=("1",)), *_product(DEGREES, pp=AXES["pp"][1:])]
 
 
-def _layouts(axes: dict[str, tuple[str, ...]]) -> list[Layout]:
-    values = itertools.product(*axes.values())
-    found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)  # once each, in order
-    return [each for each in found if each.ranks <= MOST_RANKS]
+def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
+    """Layouts of every combination of these axes; each has the next setting of each of the others."""
+    values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
+    # Once each, in order.
+    found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
+    turns = random.Random(0)
+    others = [axis for axis in AXES if axis not in axes]
+    chosen = [
+        layout(**dict(each.cell) | {axis: turns.choice(AXES[axis]) for axis in others})
+        for each in found
+        if each.ranks <= MOST_RANKS
+    ]
+    return list(dict.fromkeys(chosen))
 
 
-def pairs_of(each: Layout) -> set[tuple[tuple[str, str], ...]]:
-    return set(itertools.combinations(each.cell, 2))
+def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout:
+    """A layout of the product of all axes, but for those fixed; small: degrees are 1 more often than not."""
+    values = {axis: draw.choice(choices) for axis, choices in AXES.items()}
+    for axis in DEGREES:
+        if small and draw.random() < 0.5:
+            values[axis] = AXES[axis][0]
+    for axis in NEEDS.keys() & fixed.keys():
+        values[NEEDS[axis]] = draw.choice(AXES[NEEDS[axis]][1:])
+    found = layout(**values | fixed)
+    return found if found.ranks <= MOST_RANKS else any_layout(draw, small, **fixed)
 
 
-def spread(layouts: Sequence[Layout], seed: int = 0) -> list[Layout]:
-    """Few layouts, with few ranks, in which every pair of settings occurs that occurs at all. Greedy."""
-    shuffled = random.Random(seed).sample(list(layouts), len(layouts))
-    pairs = {each: pairs_of(each) for each in shuffled}
-    missing = set().union(*pairs.values())
-    chosen = []
-    while missing:
-        best = max(shuffled, key=lambda each: len(pairs[each] & missing) / (2 + each.ranks))
-        chosen.append(best)
-        missing -= pairs[best]
+def pairs() -> list[tuple[tuple[str, str], ...]]:
+    """Every two settings of two axes."""
+    return [
+        pair
+        for axes in itertools.combinations(AXES, 2)
+        for pair in itertools.product(*([(axis, value) for value in AXES[axis]] for axis in axes))
+    ]
+
+
+def spread(seed: int = 0, tries: int = 30) -> list[Layout]:
+    """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
+
+    For one missing pair after another, the layout that has most of the missing ones for its ranks.
+    """
+    draw, missing, chosen = random.Random(seed), set(pairs()), []
+    for pair in draw.sample(pairs(), len(pairs())):
+        if pair not in missing:
+            continue
+        drawn = dict.fromkeys(any_layout(draw, small=True, **dict(pair)) for _ in range(tries))
+        worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
+        fitting = [each for each in drawn if pair in worth[each] and not each.refusal()]
+        if fitting:
+            chosen.append(max(fitting, key=lambda each: len(worth[each]) / (4 + each.ranks)))
+            missing -= worth[chosen[-1]]
     return chosen
 
 
@@ -215,10 +273,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results to this file, a line each")
     options = parser.parse_args(argv)
+    draw = random.Random(options.seed)
     if options.random:
-        chosen = random.Random(options.seed).sample(every_layout(), options.random)
+        chosen = [any_layout(draw) for _ in range(options.random)]
     else:
-        chosen = main_layouts() if options.all else spread(every_layout(), options.seed)
+        chosen = main_layouts() if options.all else spread(options.seed)
     counts: dict[str, int] = {}
     started = time.perf_counter()
     with open(options.json or "/dev/null", "w", encoding="utf-8") as file:

@@ -150,8 +150,8 @@ FAULTS = {
     "gradients not summed over cp": (
         "parallelize.mesh",
         "Mesh.__init__",
-        "degrees.dp_shard * degrees.cp, degrees.tp",
-        "degrees.dp_shard, degrees.tp * degrees.cp",
+        "degrees.dp_shard * degrees.cp}",
+        "degrees.dp_shard}",
     ),
     "loss not summed over cp": ("parallelize.mesh", "sum_over_token_ranks", '"fsdp"', '"dp_shard"'),
     "a balanced cut for a ring that is told of none": (

@@ -41,13 +41,9 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "parallelism.enable_async_tensor_parallel": Unavailable(
         False, "it is a pass of torch.compile on CUDA, and compile is not available yet"
     ),
-    "parallelism.module_fqns_per_model_part": Unavailable(None, "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_first_stage_less_layers": Unavailable(1, "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_last_stage_less_layers": Unavailable(1, "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_layers_per_stage": Unavailable(None, "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_schedule": Unavailable("1F1B", "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_schedule_csv": Unavailable("", "pipeline parallel is not available yet"),
-    "parallelism.pipeline_parallel_microbatch_size": Unavailable(1, "pipeline parallel is not available yet"),
+    "parallelism.pipeline_parallel_schedule_csv": Unavailable(
+        "", "schedules of your own are not available; parallelism.pipeline_parallel_schedule names torch's"
+    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
     "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
     "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),
@@ -128,7 +124,7 @@ FOREIGN: dict[str, str] = {
     "pipeline_parallel": "parallelism.pipeline_parallel_degree",
     "sequence_data_parallel": "parallelism.context_parallel_degree",
     "sequence_tensor_parallel": "parallelism.sequence_parallel",
-    "pipeline_first": "parallelism.pipeline_parallel_degree (pipeline ranks are outermost)",
+    "pipeline_first": "parallelism.pipeline_first",
     "breadth_first_micro_batches": 'parallelism.pipeline_parallel_schedule = "LoopedBFS"',
     "depth_first_micro_batches": "training.global_batch_size, from which accumulation is derived",
     "micro_batch_splits": "parallelism.context_parallel_degree, which splits sequences",

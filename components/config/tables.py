@@ -181,7 +181,8 @@ class Parallelism:
     data_parallel_shard_degree: Literal[-1] | Positive = -1
     """Ranks that share one copy of weights, gradients and optimizer (FSDP); -1 takes the ranks that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after forward: always (ZeRO-3), never (ZeRO-2); default frees all but the head."""
+    """Free gathered weights after forward: always (ZeRO-3), never (ZeRO-2); default frees all but the head, none in a
+    pipeline."""
     fsdp_prefetch_layers: Positive = 1
     """Layers whose weights are gathered ahead of the one that computes; each one ahead takes its memory."""
     tensor_parallel_degree: Positive = 1
@@ -200,6 +201,22 @@ class Parallelism:
     """headtail: a rank takes a piece of the sequence's head and one of its tail, so that all have as much attention."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
+    pipeline_parallel_schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """The order of micro-batches on each rank, by torch's names (docs/pipeline_parallel.md)."""
+    pipeline_parallel_microbatch_size: Positive = 1
+    """Sequences of one micro-batch of the pipeline; local_batch_size is a multiple."""
+    pipeline_parallel_layers_per_stage: Positive | None = None
+    """Layers of one stage at the most; if unset, a rank has one stage, or two where the schedule wants more."""
+    pipeline_parallel_first_stage_less_layers: NonNegative = 1
+    """So many layers fewer in the first stage, which has the embedding."""
+    pipeline_parallel_last_stage_less_layers: NonNegative = 1
+    """So many layers fewer in the last stage, which has the head."""
+    pipeline_first: bool = False
+    """Stages of one pipeline are on neighbouring ranks, with data parallel outermost; else the other way round."""
+    module_fqns_per_model_part: list[list[str]] | None = None
+    """The modules of each stage by name (tok_embeddings, layers.N, norm, output), in place of the automatic split."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,240 @@
+"""Draw the figures of docs/: python assets/figures/make.py. What is drawn is the layout of two, or of four, ranks."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyArrowPatch, Rectangle
+
+RANKS = ("#2f6fb5", "#e08a1e", "#3f9a5b", "#8e5aa8")
+"""A colour for each rank."""
+INK, GREY, SENT = "#1f2328", "#8c959f", "#c62f3b"
+Box = tuple[float, float, float, float]
+"""Left, bottom, width, height: of a tensor, from 0 to 1."""
+WHOLE: Box = (0, 0, 1, 1)
+BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+"""Behind words that lie on lines."""
+
+
+def canvas(width: float, height: float) -> tuple[Figure, Axes]:
+    """A white figure whose axes are hidden, with y pointing down; 100 pixels a unit."""
+    figure = plt.figure(figsize=(width, height), facecolor="white")
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.axis("off")
+    return figure, axes
+
+
+def text(axes: Axes, x: float, y: float, words: str, size: float = 12, colour: str = INK, **more: Any) -> None:
+    options: dict[str, Any] = {
+        "ha": "center",
+        "va": "center",
+        "color": colour,
+        "fontsize": size,
+        "linespacing": 1.3,
+    } | more
+    axes.text(x, y, words, **options)
+
+
+def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str = GREY, ends: int = 1) -> None:
+    style: dict[str, Any] = {"mutation_scale": 14, "linewidth": 1.6, "shrinkA": 0, "shrinkB": 0}
+    axes.add_patch(FancyArrowPatch(start, end, color=colour, arrowstyle="-|>" if ends == 1 else "<|-|>", **style))
+
+
+def tensor(
+    axes: Axes, x: float, y: float, size: tuple[float, float], held: Box, colour: str, partial: bool = False
+) -> None:
+    """A tensor as a dashed frame, with the part of it that a rank holds filled; hatched, where it is a partial sum."""
+    width, height = size
+    left, top, across, down = held[0] * width, held[1] * height, held[2] * width, held[3] * height
+    axes.add_patch(Rectangle((x, y), width, height, facecolor="white", edgecolor=GREY, linestyle=(0, (3, 2))))
+    fill: dict[str, Any] = {"facecolor": colour, "edgecolor": colour, "linewidth": 1.2}
+    if partial:
+        fill |= {"facecolor": "white", "hatch": "////"}
+    axes.add_patch(Rectangle((x + left, y + top), across, down, **fill))
+
+
+def draw_tensor_parallel() -> Figure:
+    """Where each tensor of a layer is split or whole, on two ranks, with sequence parallel."""
+    figure, axes = canvas(16, 10.1)
+    text(axes, 8, 0.45, "The forward of one layer on two tensor parallel ranks", 19, weight="bold")
+    attention = ("attention_norm", "input", "q, k, v\nown heads", "attention\nown heads", "output\nof wo")
+    feed_forward = ("ffn_norm", "input", "of w1 and w3\nown columns", "silu · product\nown columns", "output\nof w2")
+    _draw_half(axes, 1.05, "attention", attention, "wq wk wv", "wo")
+    _draw_half(axes, 5.3, "feed-forward", feed_forward, "w1 w3", "w2")
+    legend = {1.3: "held", 3.0: "on the other rank", 6.0: "partial sum"}
+    for x, word in legend.items():
+        held = (0, 0, 0, 0) if word == "on the other rank" else WHOLE
+        tensor(axes, x, 9.45, (0.5, 0.34), held, GREY, partial=word == "partial sum")
+        text(axes, x + 0.62, 9.62, word, ha="left")
+    text(axes, 8.4, 9.62, "what ranks send", colour=SENT, ha="left", weight="bold")
+    text(axes, 10.7, 9.62, "a tensor: its sequence down, its width across", ha="left")
+    return figure
+
+
+def _draw_half(axes: Axes, y: float, title: str, inside: tuple[str, ...], first: str, last: str) -> None:
+    size = (1.15, 1.0)
+    places, rows = [1.2, 3.1, 5.45, 7.85, 9.85, 12.1, 14.45], (y + 0.95, y + 2.2)
+    text(axes, 0.2, y, title, 15, ha="left", weight="bold")
+    for label, x in zip(("hidden state", *inside, "hidden state\n+ output"), places, strict=True):
+        text(axes, x + size[0] / 2, y + 0.85, label, va="bottom")
+    for rank, (row, colour) in enumerate(zip(rows, RANKS, strict=False)):
+        text(axes, 0.2, row + size[1] / 2, f"rank {rank}", 12.5, colour, ha="left", weight="bold")
+        places_held, columns_held = (0, rank / 2, 1, 0.5), (rank / 2, 0, 0.5, 1)
+        held: list[Box] = [places_held, places_held, WHOLE, columns_held, columns_held, WHOLE, places_held]
+        for index, (box, x) in enumerate(zip(held, places, strict=True)):
+            tensor(axes, x, row, size, box, colour, partial=index == 5)
+        for before, after in pairwise(places):
+            sends = before in (places[1], places[5])
+            arrow(axes, (before + 1.21, row + 0.5), (after - 0.06, row + 0.5), SENT if sends else GREY)
+    for index, word in ((1, "gather"), (5, "reduce-\nscatter")):
+        x = (places[index] + size[0] + places[index + 1]) / 2
+        for side, ends in ((-0.14, (rows[0] + 0.6, rows[1] + 0.4)), (0.14, (rows[1] + 0.4, rows[0] + 0.6))):
+            arrow(axes, (x + side, ends[0]), (x + side, ends[1]), SENT)
+        text(axes, x, (rows[0] + rows[1] + 1) / 2, word, 12, SENT, bbox=BLANK)
+    # Weights, below the arrow where they are used.
+    for index, name, how in ((2, first, "columns"), (4, last, "rows")):
+        x = (places[index] + size[0] + places[index + 1]) / 2
+        for rank in range(2):
+            split = (rank / 2, 0, 0.5, 1) if how == "columns" else (0, rank / 2, 1, 0.5)
+            tensor(axes, x - 0.42 + 0.46 * rank, rows[1] + 1.15, (0.38, 0.32), split, RANKS[rank])
+        arrow(axes, (x, rows[1] + 1.1), (x, rows[1] + 0.6))
+        text(axes, x, rows[1] + 1.65, f"{name} by {how}")
+
+
+def draw_context_parallel() -> Figure:
+    """Who has which pieces of a sequence, and what ranks send."""
+    figure, axes = canvas(16, 12.4)
+    text(axes, 8, 0.42, "One sequence on four context parallel ranks: who has which piece", 19, weight="bold")
+    unbalanced, balanced = (0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 3, 2, 1, 0)
+    _draw_grid(axes, 1.95, 1.25, "none", unbalanced)
+    _draw_grid(axes, 10.35, 1.25, "headtail", balanced)
+    for rank, colour in enumerate(RANKS):
+        axes.add_patch(Rectangle((7.0, 2.3 + 0.42 * rank), 0.32, 0.28, color=colour))
+        text(axes, 7.45, 2.44 + 0.42 * rank, f"rank {rank}", 12.5, ha="left")
+    text(axes, 8, 7.85, "What each rank sends, for the attention of one layer", 16, weight="bold")
+    _draw_ring(axes, 2.7, 9.75)
+    _draw_gather(axes, 8.0, 9.75)
+    _draw_ulysses(axes, 13.1, 9.75)
+    return figure
+
+
+def _draw_grid(axes: Axes, x: float, y: float, name: str, owners: tuple[int, ...]) -> None:
+    """Causal attention, coloured by the rank that has the query; and the share of the work that each rank has."""
+    cell = 0.57
+    side = cell * len(owners)
+    text(axes, x + side / 2, y - 0.12, f'context_parallel_load_balancer = "{name}"', 13, weight="bold")
+    text(axes, x + side / 2, y + 0.2, "keys", 12)
+    text(axes, x - 0.85, y + 0.9 + side / 2, "queries", 12, rotation=90)
+    work = [0.0] * 4
+    for place, rank in enumerate(owners):
+        colour, at, top = RANKS[rank], x + place * cell, y + 0.9 + place * cell
+        axes.add_patch(Rectangle((at, y + 0.42), cell, 0.32, facecolor=colour, edgecolor="white"))
+        axes.add_patch(Rectangle((x - 0.62, top), 0.42, cell, facecolor=colour, edgecolor="white"))
+        text(axes, at + cell / 2, y + 0.58, str(place), 11, "white")
+        text(axes, x - 0.41, top + cell / 2, str(place), 11, "white")
+        for key in range(len(owners)):
+            left = x + key * cell
+            axes.add_patch(Rectangle((left, top), cell, cell, facecolor="white", edgecolor="#d0d7de", linewidth=0.8))
+            if key < place:
+                axes.add_patch(Rectangle((left, top), cell, cell, facecolor=colour, edgecolor="white", linewidth=0.8))
+            elif key == place:
+                axes.fill([left, left, left + cell], [top, top + cell, top + cell], color=colour, linewidth=0)
+        work[rank] += place + 0.5
+    base = y + 0.9 + side + 0.35
+    for rank, share in enumerate(work):
+        middle = x + (rank + 0.5) * side / 4
+        text(axes, middle, base, f"{100 * share / sum(work):.0f} %", 13, RANKS[rank], weight="bold")
+    text(axes, x - 0.15, base, "work\n(ring)", 12, ha="right")
+
+
+def _nodes(x: float, y: float) -> list[tuple[float, float]]:
+    return [(x - 0.95, y - 0.75), (x + 0.95, y - 0.75), (x + 0.95, y + 0.75), (x - 0.95, y + 0.75)]
+
+
+def _draw_ranks(axes: Axes, places: list[tuple[float, float]]) -> None:
+    for rank, (x, y) in enumerate(places):
+        axes.add_patch(Rectangle((x - 0.3, y - 0.25), 0.6, 0.5, facecolor=RANKS[rank], edgecolor="white", zorder=3))
+        text(axes, x, y, str(rank), 13, "white", weight="bold", zorder=4)
+
+
+def _captions(axes: Axes, x: float, title: str, lines: str) -> None:
+    text(axes, x, 8.4, title, 14, weight="bold")
+    text(axes, x, 11.65, lines, 12)
+
+
+def _draw_ring(axes: Axes, x: float, y: float) -> None:
+    places = _nodes(x, y)
+    (west, north), (east, south) = places[0], places[2]
+    arrow(axes, (west + 0.34, north), (east - 0.34, north), SENT)
+    arrow(axes, (east, north + 0.3), (east, south - 0.3), SENT)
+    arrow(axes, (east - 0.34, south), (west + 0.34, south), SENT)
+    arrow(axes, (west, south - 0.3), (west, north + 0.3), SENT)
+    text(axes, x, y, "k, v", 14, SENT)
+    _draw_ranks(axes, places)
+    _captions(
+        axes,
+        x,
+        "ring",
+        "k and v of each rank visit all the others,\nforward and again backward;\nthere with their gradients",
+    )
+
+
+def _draw_gather(axes: Axes, x: float, y: float) -> None:
+    places = _nodes(x, y)
+    (west, north), (east, south) = places[0], places[2]
+    for height in (north, south):
+        arrow(axes, (west + 0.34, height), (east - 0.34, height), SENT, ends=2)
+    for side in (west, east):
+        arrow(axes, (side, north + 0.3), (side, south - 0.3), SENT, ends=2)
+    arrow(axes, (west + 0.34, north + 0.28), (east - 0.34, south - 0.28), SENT, ends=2)
+    arrow(axes, (east - 0.34, north + 0.28), (west + 0.34, south - 0.28), SENT, ends=2)
+    text(axes, x, y, "k, v", 14, SENT, bbox=BLANK)
+    _draw_ranks(axes, places)
+    _captions(
+        axes,
+        x,
+        "allgather_kv",
+        "every rank gets all of k and v, once;\nbackward, their gradients are summed\nto where they came from",
+    )
+
+
+def _draw_ulysses(axes: Axes, x: float, y: float) -> None:
+    cell = 0.4
+    for place, by_head in ((x - 2.0, False), (x + 0.8, True)):
+        for sequence in range(4):
+            for head in range(4):
+                colour = RANKS[head if by_head else sequence]
+                corner = (place + cell * head, y - 2 * cell + cell * sequence)
+                axes.add_patch(Rectangle(corner, cell, cell, facecolor=colour, edgecolor="white"))
+        text(axes, place + 2 * cell, y - 2 * cell - 0.2, "heads", 12)
+        if not by_head:
+            text(axes, place - 0.2, y, "sequence", 12, rotation=90)
+    arrow(axes, (x - 0.25, y - 0.2), (x + 0.65, y - 0.2), SENT)
+    arrow(axes, (x + 0.65, y + 0.2), (x - 0.25, y + 0.2), SENT)
+    text(axes, x + 0.2, y - 0.45, "q, k, v", 13, SENT)
+    text(axes, x + 0.2, y + 0.45, "result", 13, SENT)
+    _captions(
+        axes,
+        x,
+        "ulysses",
+        "q, k, v go to the rank that has the head,\nresults come back;\nbackward, four gradients the other way",
+    )
+
+
+def main() -> None:
+    """Write the figures beside this file."""
+    plt.rcParams["font.family"] = ["DejaVu Sans"]
+    figures = {"tensor_parallel": draw_tensor_parallel(), "context_parallel": draw_context_parallel()}
+    for name, figure in figures.items():
+        figure.savefig(Path(__file__).with_name(f"{name}.png"), dpi=100, facecolor="white")
+
+
+if __name__ == "__main__":
+    main()

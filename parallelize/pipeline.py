@@ -1,0 +1,189 @@
+"""Pipeline parallel: the layers are cut into stages, and micro-batches pass through them by one of torch's schedules.
+
+A stage is the model with only some of its modules, which keep their names: what a stage takes is the hidden state that
+the one before it gives, and the last one, called with labels, gives the summed loss.
+"""
+
+import copy
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from components.config import Parallelism
+from parallelize.mesh import Mesh
+
+ONE_STAGE = ("GPipe", "1F1B")
+"""Schedules with one stage a rank; the others have two or more."""
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+"""Schedules in which a rank has one stage from the front and its counterpart from the back."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""Schedules that compute the gradients of inputs and those of weights apart."""
+
+
+def number_of_stages(parallelism: Parallelism, layers: int) -> int:
+    """Stages of the whole pipeline: as listed, or as layers_per_stage makes, or the least that a schedule has."""
+    if parallelism.module_fqns_per_model_part:
+        return len(parallelism.module_fqns_per_model_part)
+    if parallelism.pipeline_parallel_layers_per_stage:
+        return math.ceil(_weight(parallelism, layers) / parallelism.pipeline_parallel_layers_per_stage)
+    a_rank = 1 if parallelism.pipeline_parallel_schedule in ONE_STAGE else 2
+    return parallelism.pipeline_parallel_degree * a_rank
+
+
+def _weight(parallelism: Parallelism, layers: int) -> int:
+    """Layers, with the embedding and the head counted as so many."""
+    ends = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
+    return layers + ends
+
+
+def layers_of_stages(parallelism: Parallelism, layers: int) -> list[int]:
+    """Layers of each stage: even, but for what embedding and head count; earlier stages have the rest."""
+    stages = number_of_stages(parallelism, layers)
+    each, rest = divmod(_weight(parallelism, layers), stages)
+    counts = [each + (stage < rest) for stage in range(stages)]
+    counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
+    counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
+    return counts
+
+
+def modules_of_stages(parallelism: Parallelism, layers: int) -> list[list[str]]:
+    """Names of the modules of each stage."""
+    if parallelism.module_fqns_per_model_part:
+        return parallelism.module_fqns_per_model_part
+    names = iter([f"layers.{layer}" for layer in range(layers)])
+    stages = [[next(names) for _ in range(count)] for count in layers_of_stages(parallelism, layers)]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
+
+
+def stages_of_rank(parallelism: Parallelism, rank: int, stages: int) -> list[int]:
+    """Which stages a rank of the pipeline holds."""
+    if parallelism.pipeline_parallel_schedule in V_SHAPED:
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, parallelism.pipeline_parallel_degree))
+
+
+def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
+    """The stages that this rank holds, of a model on the meta device; the model itself without pipeline parallel."""
+    pp = mesh["pp"]
+    if pp.size() == 1:
+        return [model]
+    layers = model.get_submodule("layers")
+    modules = modules_of_stages(parallelism, sum(1 for _ in layers.children()))
+    mine = stages_of_rank(parallelism, pp.get_local_rank(), len(modules))
+    return [_keep(copy.deepcopy(model), modules[stage]) for stage in mine]
+
+
+def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
+    """The model without the parameters of all other modules."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.ModuleDict):
+            for key in list(child):
+                if f"{name}.{key}" not in names:
+                    del child[key]
+        elif name not in names and any(True for _ in child.parameters()):
+            setattr(model, name, None)
+    return model
+
+
+def describe_stages(parallelism: Parallelism, layers: int) -> str:
+    """Which rank of the pipeline has which modules, as lines of text."""
+    modules = modules_of_stages(parallelism, layers)
+    lines = []
+    for rank in range(parallelism.pipeline_parallel_degree):
+        stages = stages_of_rank(parallelism, rank, len(modules))
+        lines.append(f"pp {rank}: " + "; ".join(f"stage {stage}: {_shorten(modules[stage])}" for stage in stages))
+    return "\n".join(lines)
+
+
+def _shorten(names: list[str]) -> str:
+    """layers.3, layers.4, layers.5 -> layers 3-5."""
+    layers = [name.removeprefix("layers.") for name in names if name.startswith("layers.")]
+    span = [f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"] if layers else []
+    others = [name for name in names if not name.startswith("layers.")]
+    before = [name for name in others if name == "tok_embeddings"]
+    return ", ".join(before + span + [name for name in others if name not in before])
+
+
+class Pipeline:
+    """Runs micro-batches through the stages of all ranks; the same calls on every rank."""
+
+    def __init__(
+        self,
+        stages: list[nn.Module],
+        layers: int,
+        micro_batches: int,
+        mesh: Mesh,
+        parallelism: Parallelism,
+        device: torch.device,
+    ) -> None:
+        """layers: of the whole model. micro_batches: of one call of forward_backward."""
+        pp, self._device = mesh["pp"], device
+        self._group, self._count = pp.get_group(), number_of_stages(parallelism, layers)
+        self._owner = {
+            stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
+        }
+        mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
+        self._modules = dict(zip(mine, stages, strict=True))
+        parts = [
+            PipelineStage(module, number, self._count, self._device, group=self._group)
+            for number, module in self._modules.items()
+        ]
+        name = parallelism.pipeline_parallel_schedule
+        # One object for these stages, for ever: after a second one DualPipeV's gradients are wrong.
+        self._schedule = get_schedule_class(name)(
+            parts[0] if name in ONE_STAGE else parts,
+            n_microbatches=micro_batches,
+            loss_fn=self._divided,
+            scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead
+        )
+        self._valid = 1
+        self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
+
+    def _divided(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """The last stage has worked out the loss; it is divided before backward."""
+        return loss / self._valid
+
+    def forward_backward(self, batch: dict[str, Tensor], valid: int) -> Tensor:
+        """Gradients of the batch's summed loss over `valid`; returns that loss on the last stage's rank, else 0."""
+        self._valid = valid
+        losses: list[Tensor] = []
+        more = {name: tensor for name, tensor in batch.items() if name != "tokens"}
+        inputs = (batch["tokens"],) if 0 in self._modules else ()
+        target = batch["labels"] if self._count - 1 in self._modules else None
+        self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+
+    def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
+        """Forward alone, stage by stage: the batch's summed loss on the last stage's rank, 0 on others.
+
+        torch's own forward-only mode fails with V-shaped schedules.
+        """
+        hidden, more = batch["tokens"], {name: tensor for name, tensor in batch.items() if name != "tokens"}
+        for number in range(self._count):
+            if number in self._modules:
+                hidden = self._modules[number](hidden, **more)
+            if number < self._count - 1:
+                hidden = self._broadcast(hidden, number, batch["tokens"].shape)
+        return hidden if self._count - 1 in self._modules else torch.zeros((), device=self._device)
+
+    def _broadcast(self, hidden: Tensor, stage: int, batch_shape: torch.Size) -> Tensor:
+        """What a stage gives, to all ranks. It has one shape for a shape of batches, which is told once."""
+        source = self._owner[stage]
+        if batch_shape not in self._hidden:
+            told: list[Any] = [(hidden.shape, hidden.dtype)]
+            dist.broadcast_object_list(told, group=self._group, group_src=source, device=torch.device("cpu"))
+            self._hidden[batch_shape] = told[0]
+        if stage not in self._modules:
+            shape, dtype = self._hidden[batch_shape]
+            hidden = torch.empty(shape, dtype=dtype, device=self._device)
+        hidden = hidden.contiguous()
+        dist.broadcast(hidden, group=self._group, group_src=source)
+        return hidden
