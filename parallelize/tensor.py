@@ -31,7 +31,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     if tp.size() == 1:
         return
     names = [name for name, _ in model.named_modules()]
-    used = {pattern: style for pattern, style in plan.items() if any(fnmatchcase(name, pattern) for name in names)}
+    used = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
     parallelize_module(model, tp, used)
@@ -39,6 +39,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     if whole:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As parallelize_module does it: part by part, so that * stands for one."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _is_left_out(model: nn.Module, pattern: str) -> bool:

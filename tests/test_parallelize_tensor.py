@@ -1,6 +1,7 @@
 """Tensor parallel: its plan, its loss, what is replicated, and faults that have to be found."""
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -46,9 +47,10 @@ def mesh_of_two() -> Mesh:
     return Mesh(Degrees(tp=2), "cpu")
 
 
-def test_a_pattern_that_matches_nothing_is_an_error(two_ranks: None) -> None:
-    plan = llama_tp_plan(Parallelism()) | {"layers.*.attention.wx": ColwiseParallel()}
-    with pytest.raises(ValueError, match=r"modules that are not there: layers\.\*\.attention\.wx"):
+@pytest.mark.parametrize("pattern", ["layers.*.attention.wx", "layers.*attention", "layer.*.attention"])
+def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, two_ranks: None) -> None:
+    plan = llama_tp_plan(Parallelism()) | {pattern: ColwiseParallel()}
+    with pytest.raises(ValueError, match=f"modules that are not there: {re.escape(pattern)}"):
         apply_tensor_parallel(tiny_model(), mesh_of_two(), plan)
 
 

@@ -24,6 +24,15 @@ METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 
 
+PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
+MICRO, RESHARD = "--parallelism.pipeline_parallel_microbatch_size", "--parallelism.fsdp_reshard_after_forward"
+SHARD = "--parallelism.data_parallel_shard_degree"
+STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
+LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
+MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+SIX = {"n_layers": 6}
+
+
 @dataclasses.dataclass(frozen=True)
 class Refused:
     """A layout that breaks one rule, what the rule says, and what happens without it."""
@@ -41,7 +50,21 @@ class Refused:
 
 
 CASES = [
-    Refused("pipeline", ("--parallelism.pipeline_parallel_degree", "2"), "not available yet", ""),
+    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "needs one stage a rank: 2, not 3", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "two stages a rank: 4, not 2", "error", model=SIX),
+    Refused("layers", (PP, "2", SCHEDULE, "LoopedBFS", LIGHTER, "4"), "2 layers are too few for 4 stages", "error"),
+    Refused("modules", (PP, "2", *MODULES), "look at layers.1", "error"),
+    Refused("micro-batches", (PP, "2", MICRO, "5"), "local_batch_size = 36 is no multiple; 35 or 40 would", "error"),
+    Refused("micro-batches", (PP, "2", MICRO, "36"), "1 micro-batches, but 1F1B needs as many as stages, 2", "error"),
+    Refused(
+        "reshard",
+        (PP, "2", SHARD, "2", LOCAL, "18", MICRO, "3", SCHEDULE, "DualPipeV", RESHARD, "always"),
+        "gradients would be wrong without an error",
+        "gradient",
+        ranks=4,
+        model=SIX,
+    ),
+    Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
     Refused("vocabulary", (TP, "2"), "4099 rows in its vocabulary", "gradient", model={"vocab_size": 4099}),

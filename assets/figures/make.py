@@ -82,7 +82,7 @@ def _draw_half(axes: Axes, y: float, title: str, inside: tuple[str, ...], first:
     size = (1.15, 1.0)
     places, rows = [1.2, 3.1, 5.45, 7.85, 9.85, 12.1, 14.45], (y + 0.95, y + 2.2)
     text(axes, 0.2, y, title, 15, ha="left", weight="bold")
-    for label, x in zip(("hidden state", *inside, "hidden state\n+ output"), places, strict=True):
+    for label, x in zip(("hidden state", *inside, "hidden state\nplus output"), places, strict=True):
         text(axes, x + size[0] / 2, y + 0.85, label, va="bottom")
     for rank, (row, colour) in enumerate(zip(rows, RANKS, strict=False)):
         text(axes, 0.2, row + size[1] / 2, f"rank {rank}", 12.5, colour, ha="left", weight="bold")

@@ -1,0 +1,176 @@
+"""Pipeline parallel: how layers are cut, who holds what, and faults that have to be found."""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import train
+from components.config import Parallelism
+from parallelize.pipeline import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
+from tests.harness import broken_bars, observe, rewrite
+from tests.test_parallelize_data import UNEVEN_LABELS, one_process
+
+SIX_LAYERS = ("--model.flavor", "long", "--training.global_batch_size", "24", "--training.local_batch_size", "24")
+PP2 = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "3")
+ENDS = (("first", 0), ("last", 2))
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
+
+
+def settings(schedule: str, degree: int, **more: Any) -> Parallelism:
+    return Parallelism(pipeline_parallel_schedule=schedule, pipeline_parallel_degree=degree, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degree", "more", "layers"),
+    [
+        ("1F1B", 2, {}, [3, 3]),
+        ("1F1B", 4, {}, [1, 2, 2, 1]),
+        ("Interleaved1F1B", 2, {}, [1, 2, 2, 1]),
+        ("Interleaved1F1B", 2, {"pipeline_parallel_layers_per_stage": 1}, [0, 1, 1, 1, 1, 1, 1, 0]),
+        ("1F1B", 2, {f"pipeline_parallel_{end}_stage_less_layers": count for end, count in ENDS}, [4, 2]),
+    ],
+)  # fmt: skip
+def test_layers_are_cut_with_lighter_ends(schedule: str, degree: int, more: dict[str, int], layers: list[int]) -> None:
+    assert layers_of_stages(settings(schedule, degree, **more), 6) == layers
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "ZBVZeroBubble"])
+def test_every_module_is_in_one_stage_and_every_stage_on_one_rank(schedule: str) -> None:
+    parallelism = settings(schedule, 2)
+    listed = [name for stage in modules_of_stages(parallelism, 6) for name in stage]
+    assert listed == ["tok_embeddings", *(f"layers.{layer}" for layer in range(6)), "norm", "output"]
+    stages = number_of_stages(parallelism, 6)
+    held = [stage for rank in range(2) for stage in stages_of_rank(parallelism, rank, stages)]
+    assert sorted(held) == list(range(stages))
+
+
+def test_stages_are_described() -> None:
+    assert describe_stages(settings("ZBVZeroBubble", 2), 6) == (
+        "pp 0: stage 0: tok_embeddings, layer 0; stage 3: layer 5, norm, output\n"
+        "pp 1: stage 1: layers 1-2; stage 2: layers 3-4"
+    )
+
+
+@functools.cache
+def one() -> Any:
+    return one_process(*SIX_LAYERS, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--parallelism.pipeline_parallel_layers_per_stage", "4"),
+        ("--parallelism.pipeline_parallel_first_stage_less_layers", "3"),
+        (
+            "--parallelism.module_fqns_per_model_part",
+            json.dumps([["tok_embeddings"], [*(f"layers.{layer}" for layer in range(6)), "norm", "output"]]),
+        ),
+    ],
+    ids=["layers a stage", "lighter first stage", "listed modules"],
+)  # fmt: skip
+def test_uneven_stages(more: tuple[str, ...]) -> None:
+    observed = observe(*SIX_LAYERS, *PP2, *more, ranks=2, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one())
+
+
+def test_no_two_layers_start_equal_and_every_stage_starts_as_in_one_process() -> None:
+    """Pitfall: pipeline stages that are initialised alike."""
+    observed = observe(*SIX_LAYERS, *PP2, SCHEDULE, "Interleaved1F1B", ranks=2, steps=1)
+    weights = [weight for name, weight in observed.first_weights.items() if name.endswith("wq.weight")]
+    assert len(weights) == 6
+    assert not any(torch.equal(one, other) for place, one in enumerate(weights) for other in weights[:place])
+
+
+def test_every_gradient_has_the_scale_of_one_process() -> None:
+    """Pitfall: gradients that are too large by the number of micro-batches, which AdamW hides."""
+    observed = observe(*SIX_LAYERS, *PP2, ranks=2, valid_labels=UNEVEN_LABELS)
+    for name, gradient in one().gradients.items():
+        assert abs((observed.gradients[name].norm() / gradient.norm()).item() - 1) < 1e-5, name
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
+def test_validation_in_a_pipeline(schedule: str) -> None:
+    """Before and after a training step; the same on every rank."""
+    given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.006", "--validation.seq_len", "40")
+    whole = observe(*SIX_LAYERS, *given, steps=1, at_end=validate_twice).extra
+    split = observe(*SIX_LAYERS, *PP2, SCHEDULE, schedule, *given, ranks=2, steps=1, at_end=validate_twice).extra
+    assert all(abs(one / other - 1) < 1e-6 for one, other in zip(split, whole, strict=True))
+
+
+def validate_twice(run: train.Run) -> list[float]:
+    first, _ = train.validate(run)
+    train.train_step(run, train.micro_batches(run), train.valid_tokens(run))
+    return [first, train.validate(run)[0]]
+
+
+def test_neighbouring_ranks_may_be_one_pipeline() -> None:
+    layout = (*PP2, "--parallelism.pipeline_first", "true", "--parallelism.data_parallel_replicate_degree", "2")
+    observed = observe(*SIX_LAYERS, *layout, "--training.local_batch_size", "12", ranks=4, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one())
+
+
+def rank_of_stage(run: train.Run) -> Tensor:
+    return run.mesh["pp"].mesh
+
+
+def test_pipeline_first_puts_stages_on_neighbouring_ranks() -> None:
+    layout = (*PP2, "--parallelism.data_parallel_replicate_degree", "2", "--training.local_batch_size", "12")
+    assert observe(*SIX_LAYERS, *layout, ranks=4, steps=0, at_end=rank_of_stage).extra.tolist() == [0, 2]
+    first = ("--parallelism.pipeline_first", "true")
+    assert observe(*SIX_LAYERS, *layout, *first, ranks=4, steps=0, at_end=rank_of_stage).extra.tolist() == [0, 1]
+
+
+FAULTS = {
+    "gradients divided by the number of micro-batches": (
+        "parallelize.pipeline",
+        "Pipeline.__init__",
+        "scale_grads=False",
+        "scale_grads=True",
+    ),
+    "divided after backward": (
+        "parallelize.pipeline",
+        "Pipeline.forward_backward",
+        "self._valid = valid",
+        "self._valid = 1",
+    ),
+    "a stage starts from another's weights": (
+        "train",
+        "build_model",
+        "stage.init_std, config.debug.seed",
+        "stage.init_std, config.debug.seed + mesh['pp'].get_local_rank()",
+    ),
+    "the norm of one stage alone": (
+        "components.optimizer",
+        "clip_gradients",
+        "if stages is not None:",
+        "if False:",
+    ),
+    "a micro-batch dropped": (
+        "parallelize.pipeline",
+        "Pipeline.forward_backward",
+        "losses: list[Tensor] = []",
+        "losses: list[Tensor] = []; batch = {name: tensor.index_fill(0, torch.arange(3), -100) "
+        "if name == 'labels' else tensor for name, tensor in batch.items()}",
+    ),
+    "the loss known to the last stage alone": (
+        "parallelize.mesh",
+        "sum_over_token_ranks",
+        '("pp", "dp_replicate", "fsdp")',
+        '("dp_replicate", "fsdp")',
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str, schedule: str) -> None:
+    plant = functools.partial(rewrite, *FAULTS[fault])
+    observed = observe(*SIX_LAYERS, *PP2, SCHEDULE, schedule, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
+    if schedule == "DualPipeV" and fault == "the loss known to the last stage alone":
+        assert not broken_bars(observed, one()), "the first rank has the last stage"
+        return
+    assert broken_bars(observed, one())
