@@ -244,8 +244,8 @@ def one_process(run: tuple[str, ...]) -> Observation:
     return observe(*run, valid_labels=LABELS)
 
 
-def measure(layouts: Iterable[Layout], together: int = 16) -> Iterator[Result]:
-    """Run every layout that no rule refuses; those of as many ranks share processes, so many at a time."""
+def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
+    """Run every layout that no rule refuses; a few share processes, but not more: each leaves its groups' threads."""
     accepted: list[Layout] = []
     for each in layouts:
         if refusal := each.refusal():
@@ -254,7 +254,7 @@ def measure(layouts: Iterable[Layout], together: int = 16) -> Iterator[Result]:
             accepted.append(each)
     accepted.sort(key=lambda each: each.ranks)
     for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
-        same = list(group)
+        same, together = list(group), max(1, 16 // count)
         for start in range(0, len(same), together):
             batch = same[start : start + together]
             cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]

@@ -133,8 +133,7 @@ PEERS = [
     ("tensor_parallel", 2, [TENSOR]),
     ("pipeline_parallel", 2, [PIPELINE]),
     ("sequence_data_parallel", 2, [CONTEXT]),
-    ("sequence_tensor_parallel", True, [TENSOR]),
-    ("pipeline_first", True, [PIPELINE]),
+    ("sequence_tensor_parallel", True, ["parallelism.sequence_parallel"]),
     ("breadth_first_micro_batches", 4, ["parallelism.pipeline_parallel_schedule"]),
     ("depth_first_micro_batches", 4, ["training.global_batch_size"]),
     ("micro_batch_splits", 2, [CONTEXT]),
@@ -182,7 +181,7 @@ def test_every_default_of_torchtitan_is_taken_or_refused_by_name(tmp_path: Path)
 
 def test_torchtitan_key_that_is_unset_there_is_known_here(tmp_path: Path) -> None:
     for key in TITAN_UNSET:
-        path = job(tmp_path, f"{key} = [[]]")
+        path = job(tmp_path, f"{key} = [[[]]]")
         assert "unknown" not in refused("--job.config_file", path)[0]
 
 

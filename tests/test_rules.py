@@ -53,7 +53,7 @@ CASES = [
     Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "needs one stage a rank: 2, not 3", "error", model=SIX),
     Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "two stages a rank: 4, not 2", "error", model=SIX),
     Refused("layers", (PP, "2", SCHEDULE, "LoopedBFS", LIGHTER, "4"), "2 layers are too few for 4 stages", "error"),
-    Refused("modules", (PP, "2", *MODULES), "look at layers.1", "error"),
+    Refused("modules", (PP, "2", *MODULES), "look at layers.1", "weights at step 0"),
     Refused("micro-batches", (PP, "2", MICRO, "5"), "local_batch_size = 36 is no multiple; 35 or 40 would", "error"),
     Refused("micro-batches", (PP, "2", MICRO, "36"), "1 micro-batches, but 1F1B needs as many as stages, 2", "error"),
     Refused(

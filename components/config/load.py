@@ -263,8 +263,9 @@ def _from_string(key: str, raw: str) -> Any:
 
 
 def _takes_string(annotation: Any) -> bool:
-    members = typing.get_args(annotation)
-    return annotation is str or any(member is str or _takes_string(member) for member in members if member is not list)
+    if typing.get_origin(annotation) is list:
+        return False
+    return annotation is str or any(_takes_string(member) for member in typing.get_args(annotation))
 
 
 def _contradictions(config: JobConfig) -> list[str]:
