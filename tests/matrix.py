@@ -200,7 +200,7 @@ def pairs() -> list[tuple[tuple[str, str], ...]]:
     ]
 
 
-def spread(seed: int = 0, tries: int = 30) -> list[Layout]:
+def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 30) -> list[Layout]:
     """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
 
     For one missing pair after another, the layout that has most of the missing ones for its ranks.
@@ -211,9 +211,10 @@ def spread(seed: int = 0, tries: int = 30) -> list[Layout]:
             continue
         drawn = dict.fromkeys(any_layout(draw, small=True, **dict(pair)) for _ in range(tries))
         worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
-        fitting = [each for each in drawn if pair in worth[each] and not each.refusal()]
+        few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
+        fitting = [each for each in few if not each.refusal()]
         if fitting:
-            chosen.append(max(fitting, key=lambda each: len(worth[each]) / (4 + each.ranks)))
+            chosen.append(max(fitting, key=lambda each: len(worth[each]) / (1 + each.ranks)))
             missing -= worth[chosen[-1]]
     return chosen
 

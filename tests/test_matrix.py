@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 
-from tests.matrix import Layout, Result, main_layouts, measure, pairs, spread
+from tests.matrix import DEGREES, Layout, Result, layout, main_layouts, measure, pairs, spread
 
-SPREAD: list[Layout] = sorted(spread(), key=lambda each: each.ranks)
+LARGE = layout(dp="fsdp 2", tp="2", cp="2", pp="2", schedule="Interleaved1F1B")
+SPREAD: list[Layout] = [*sorted(spread(most_ranks=8), key=lambda each: each.ranks), LARGE]
 
 
 @functools.cache
@@ -16,18 +17,20 @@ def results(ranks: int) -> dict[Layout, Result]:
     return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks])}
 
 
-@pytest.mark.parametrize("layout", SPREAD, ids=str)
-def test_a_layout_is_the_run_of_one_process_or_refused(layout: Layout) -> None:
-    result = results(layout.ranks)[layout]
+@pytest.mark.parametrize("each", SPREAD, ids=str)
+def test_a_layout_is_the_run_of_one_process_or_refused(each: Layout) -> None:
+    result = results(each.ranks)[each]
     assert result.verdict in ("proven", "refused"), result.error or result.broken
 
 
 def test_the_spread_has_every_pair_of_settings() -> None:
-    """But for those of which one makes no difference, or that a rule refuses."""
-    found = {pair for layout in SPREAD for pair in itertools.combinations(layout.cell, 2)}
-    idle = [("tp", "1"), ("cp", "1"), ("pp", "1")]
-    refused = [("tied", "true"), ("reshard", "always"), ("document_mask", "true")]
-    assert [pair for pair in pairs() if pair not in found and not {*pair} & {*idle, *refused}] == []
+    """But for those of which one makes no difference, that a rule refuses, or that take more ranks."""
+    found = {pair for each in SPREAD for pair in itertools.combinations(each.cell, 2)}
+    idle = {("tp", "1"), ("cp", "1"), ("pp", "1")}
+    refused = {("tied", "true"), ("reshard", "always"), ("document_mask", "true")}
+    fours = {*itertools.product(DEGREES, ("4", "ddp 4", "fsdp 4", "hsdp 2x2"))}
+    missing = [pair for pair in pairs() if pair not in found and not {*pair} & (idle | refused)]
+    assert [pair for pair in missing if not {*pair} <= fours] == [], "two degrees of 4 are 16 ranks"
 
 
 def test_settings_without_effect_are_left_out() -> None:
