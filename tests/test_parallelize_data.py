@@ -95,8 +95,8 @@ FAULTS = {
     "divided after backward": (
         "train",
         "train_step",
-        "next(batches)) / valid\n        part.backward()\n        loss += part.detach()",
-        "next(batches))\n        part.backward()\n        loss += part.detach() / valid",
+        "(**batch) / valid\n            part.backward()\n            loss += part.detach()",
+        "(**batch)\n            part.backward()\n            loss += part.detach() / valid",
     ),
     "norm not summed over shards": ("components.optimizer", "clip_gradients", "group in groups:", "group in ():"),
     "loss summed over the wrong mesh": (

@@ -155,7 +155,7 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(run_f
     assert "another run is writing" in output
     assert (run_folder / "run.json").read_bytes() == before
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) in (0, 130)
+    assert first.wait(60) in (0, 130, -signal.SIGINT)  # the signal may come when all is done but the exit
 
 
 @pytest.mark.torchrun
