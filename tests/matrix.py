@@ -180,10 +180,10 @@ def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
 
 
 def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout:
-    """A layout of the product of all axes, but for those fixed; small: degrees are 1 more often than not."""
+    """A layout of the product of all axes, but for those fixed; small: most degrees are 1."""
     values = {axis: draw.choice(choices) for axis, choices in AXES.items()}
     for axis in DEGREES:
-        if small and draw.random() < 0.5:
+        if small and draw.random() < 0.7:
             values[axis] = AXES[axis][0]
     for axis in NEEDS.keys() & fixed.keys():
         values[NEEDS[axis]] = draw.choice(AXES[NEEDS[axis]][1:])
@@ -200,7 +200,7 @@ def pairs() -> list[tuple[tuple[str, str], ...]]:
     ]
 
 
-def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 30) -> list[Layout]:
+def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 60) -> list[Layout]:
     """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
 
     For one missing pair after another, the layout that has most of the missing ones for its ranks.
