@@ -41,7 +41,7 @@ def test_the_spread_has_every_pair_of_settings() -> None:
     for pair in missing:
         needed = {NEEDS[axis]: "2" for axis, _ in pair if axis in NEEDS}
         least = layout(**degrees | needed | dict(pair))
-        assert least.ranks > 4 or pair not in itertools.combinations(least.cell, 2), pair
+        assert least.ranks > 4 or not {*pair} <= {*least.cell}, pair
 
 
 def test_settings_without_effect_are_left_out() -> None:
