@@ -334,7 +334,7 @@ def main(argv: list[str]) -> int:
         print(draw_layout(run.degrees, config.parallelism.pipeline_first))
         if run.pipeline:
             print(describe_stages(config.parallelism, MODELS[config.model.name][1][config.model.flavor].n_layers))
-        print(describe_memory(run.parameters, run.accumulation))
+        print(describe_memory(run.parameters, run.pipeline.micro_batches if run.pipeline else run.accumulation))
         print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
     try:
         return train(run, metrics, checkpointer)

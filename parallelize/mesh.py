@@ -148,14 +148,14 @@ def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     return "\n".join(lines + ["  ..."] * (len(rows) > 2 * shown))
 
 
-def describe_memory(parameters: Sequence[Tensor], accumulation: int) -> str:
-    """The bytes that this rank keeps from step to step, as a line of text."""
+def describe_memory(parameters: Sequence[Tensor], micro_batches: int) -> str:
+    """The bytes that this rank keeps, as a line of text; micro_batches: those that it adds up before it reduces."""
     from torch.distributed.tensor import DTensor
 
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    # Micro-batches add up unsharded, so that gradients are reduced once a step.
-    gradients = weights if accumulation == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
+    # Micro-batches add up unsharded, so that gradients are reduced once.
+    gradients = weights if micro_batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
     kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 

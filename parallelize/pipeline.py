@@ -144,6 +144,7 @@ class Pipeline:
             loss_fn=self._divided,
             scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead
         )
+        self.micro_batches = micro_batches
         self._valid = 1
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
 

@@ -282,6 +282,10 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
         ("--debug.deterministic_warn_only", "debug.deterministic_warn_only"),
         ("--profiling.profile_freq 3", "profiling.profile_freq"),
         (
+            "--parallelism.context_parallel_method ulysses --parallelism.context_parallel_rotate_method alltoall",
+            "parallelism.context_parallel_rotate_method",
+        ),
+        (
             "--validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
             "validation.held_out_fraction",
         ),

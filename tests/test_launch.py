@@ -83,12 +83,12 @@ def begin(tmp_path: Path) -> Iterator[Start]:
     folder.mkdir()
     begun: list[Launched] = []
 
-    def begin(script: str, *words: str, **variables: str) -> Launched:
+    def begin(script: str, *words: str, start: str = START, **variables: str) -> Launched:
         (folder / "my script.py").write_text(textwrap.dedent(script))
         kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "NGPU": "2"}
         process = subprocess.Popen(
-            [sys.executable, "-c", START, "my script.py", *words],
+            [sys.executable, "-c", start, "my script.py", *words],
             cwd=folder,
             env={**kept, **settings, **variables},
             stdout=subprocess.PIPE,
@@ -267,6 +267,27 @@ def test_a_signal_before_ranks_have_handlers_stops_them_too(begin: Start) -> Non
     launched.wait_for("ready")
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end(10)[0] == 143
+
+
+def test_a_signal_that_another_thread_receives_stops_them_too(begin: Start) -> None:
+    """The kernel may choose any thread: here the main one does not take it, and ranks inherit that."""
+    script = """
+        import signal, time
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        print("ready", flush=True)
+        time.sleep(60)
+    """
+    launched = begin(script, start=OTHER_THREAD + START)
+    launched.wait_for("ready")
+    launched.process.send_signal(signal.SIGTERM)
+    assert launched.end(20)[0] == 143
+
+
+OTHER_THREAD = """
+import signal, threading, time
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+"""
 
 
 def test_nobody_reading_the_console_does_not_stop_a_run(begin: Start) -> None:

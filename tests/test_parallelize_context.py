@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import train
-from components.config import Parallelism
 from models import MODELS
 from models.llama import FLAVORS, Llama
 from parallelize.context import sequence_order, shard_sequence
@@ -173,16 +172,3 @@ def test_a_planted_fault_is_found(fault: str) -> None:
         assert fault == "gradients not summed over cp", "only here are the sizes of the mesh wrong"
         return
     assert broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
-
-
-def test_cut_is_nothing_on_one_rank() -> None:
-    batch = {"tokens": torch.arange(8).view(1, 8)}
-
-    class One:
-        def __getitem__(self, name: str) -> "One":
-            return self
-
-        def size(self) -> int:
-            return 1
-
-    assert shard_sequence(batch, One(), Parallelism()) is batch  # type: ignore[arg-type]

@@ -173,3 +173,10 @@ def test_tensor_parallel_over_nodes_is_warned_of() -> None:
     degrees = resolve_degrees(config, 16)
     assert "a group of 4 ranks spans nodes of 2" in warnings(config, degrees, 2)[0]
     assert warnings(config, degrees, 8) == []
+
+
+def test_a_pipeline_that_is_mostly_idle_is_warned_of() -> None:
+    config = config_of(PP, "4", LOCAL, "2")
+    assert "2 micro-batches leave 4 pipeline ranks idle" in warnings(config, resolve_degrees(config, 4), 4)[0]
+    config = config_of(PP, "4", LOCAL, "4")
+    assert warnings(config, resolve_degrees(config, 4), 4) == []

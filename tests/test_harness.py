@@ -1,0 +1,47 @@
+"""What runs layouts is tested too."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from components.config import ROOT
+
+WAITING = """
+import os, time
+from tests.harness import observe
+def wait(run):
+    print(os.getpid(), flush=True)
+    time.sleep(60)
+if __name__ == "__main__":
+    observe("--parallelism.data_parallel_shard_degree", "1", steps=0, at_end=wait)
+"""
+
+
+def test_a_rank_ends_with_the_test_that_started_it() -> None:
+    """Or it would keep the cores busy for all tests to come."""
+    folder = ROOT / ".cache" / "tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / f"waiting_{os.getpid()}.py"
+    script.write_text(WAITING)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    process = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout
+        rank = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        for _ in range(100):
+            if not _alive(rank):
+                return
+            time.sleep(0.1)
+        raise AssertionError(f"rank {rank} is alive 10 seconds after its test was killed")
+    finally:
+        process.kill()
+        script.unlink()
+
+
+def _alive(pid: int) -> bool:
+    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+    return state not in ("", "Z")
