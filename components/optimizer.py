@@ -68,8 +68,8 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.P
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
     The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
-    layout. Squares are summed in
-    float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently for each way to split it.
+    layout. Squares are summed in float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently
+    for each way to split it.
     """
     parts = local_gradients(parameters)
     squares = []

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.loss import CrossEntropy, cross_entropy, linear_cross_entropy
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -136,10 +138,11 @@ class Head(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
+        self.cross_entropy: CrossEntropy = cross_entropy
+        """Of a chunk of logits: what tensor parallel replaces."""
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the float32 sum of cross-entropies over labels that are not -100."""
-        logits_BSV = super().forward(x_BSD)
         if labels_BS is None:
-            return logits_BSV
-        return F.cross_entropy(logits_BSV.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum")
+            return super().forward(x_BSD)
+        return linear_cross_entropy(x_BSD, self.weight, labels_BS, self.cross_entropy)

@@ -6,6 +6,7 @@ SequenceParallel, PrepareModuleInput), and three for what torch lacks: norms wit
 whose gradient is no larger than a rank's rows, and a head with its loss.
 """
 
+import functools
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from models.layers import Head
+from models.loss import cross_entropy, linear_cross_entropy
 from parallelize.mesh import Mesh
 
 
@@ -110,22 +113,20 @@ class VocabularyParallelHead(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split_rows(module, device_mesh)
+        assert isinstance(module, Head)
+        loss = vocabulary_parallel_cross_entropy if self.loss_parallel else gathered_cross_entropy
+        module.cross_entropy = functools.partial(loss, mesh=device_mesh)
 
         def forward(x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
             if not isinstance(x_BSD, DTensor):
                 x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.input_layout], run_check=False)
             # What comes back is each rank's part of the gradient: of its rows of the vocabulary.
             whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-            logits = F.linear(whole, _rows(module))
-            if labels_BS is not None and self.loss_parallel:
-                return VocabularyParallelCrossEntropy.apply(logits.flatten(0, 1), labels_BS.flatten(), device_mesh)
-            split = DTensor.from_local(logits, device_mesh, [Shard(-1)], run_check=False)
-            logits = split.redistribute(placements=[Replicate()]).to_local()
-            if labels_BS is None:
-                return logits
-            return F.cross_entropy(logits.flatten(0, 1).float(), labels_BS.flatten(), reduction="sum")
+            if labels_BS is not None:
+                return linear_cross_entropy(whole, _rows(module), labels_BS, module.cross_entropy)
+            return _gathered(F.linear(whole, _rows(module)), device_mesh)
 
-        module.forward = forward
+        module.forward = forward  # type: ignore[method-assign]
         return module
 
 
@@ -141,32 +142,35 @@ def _rows(module: nn.Module) -> Tensor:
     return weight.to_local()
 
 
-class VocabularyParallelCrossEntropy(torch.autograd.Function):
-    """Sum of cross-entropies over labels that are not -100, of logits (T, V / tp) split by vocabulary.
+def vocabulary_parallel_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """A CrossEntropy of logits (T, V / tp) split by vocabulary, where every rank has all labels.
 
     Three sums or maxima of T numbers are all that ranks exchange (arXiv:1909.08053, section 3).
     """
+    group, columns = mesh.get_group(), logits.shape[1]
+    logits = logits.float()
+    maximum = logits.amax(dim=1)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
+    local = labels - mesh.get_local_rank() * columns
+    mine = (local >= 0) & (local < columns)
+    index = local.where(mine, 0)[:, None]
+    target = logits.gather(1, index)[:, 0] * mine
+    exponentials = (logits - maximum[:, None]).exp_()
+    total = exponentials.sum(dim=1)
+    sums = torch.stack((total, target))
+    dist.all_reduce(sums, group=group)
+    total, target = sums
+    valid = labels != -100
+    loss = ((total.log() + maximum - target) * valid).sum()
+    gradient = exponentials.div_(total[:, None]).scatter_add_(1, index, -mine[:, None].float())
+    return loss, gradient.mul_(valid[:, None])
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> Tensor:
-        group, columns = mesh.get_group(), logits.shape[1]
-        logits = logits.float()
-        maximum = logits.amax(dim=1)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
-        exponentials = (logits - maximum[:, None]).exp_()
-        total = exponentials.sum(dim=1)
-        dist.all_reduce(total, group=group)
-        local = labels - mesh.get_local_rank() * columns
-        mine = (local >= 0) & (local < columns)
-        local = local.where(mine, 0)
-        target = logits.gather(1, local[:, None])[:, 0].where(mine, 0)
-        dist.all_reduce(target, group=group)
-        valid = labels != -100
-        ctx.save_for_backward(exponentials.div_(total[:, None]), local, mine, valid)
-        return (total.log() + maximum - target).where(valid, 0).sum()
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        probabilities, local, mine, valid = ctx.saved_tensors
-        result = probabilities.scatter_add(1, local[:, None], -mine[:, None].to(probabilities.dtype))
-        return result.mul_((gradient * valid)[:, None]), None, None
+def gathered_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """A CrossEntropy of logits (T, V / tp) split by vocabulary: every rank gathers them and computes the same loss."""
+    loss, gradient = cross_entropy(_gathered(logits, mesh), labels)
+    return loss, gradient.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+
+
+def _gathered(logits: Tensor, mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False).full_tensor()

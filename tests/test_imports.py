@@ -39,7 +39,7 @@ def _in(name: str, package: str) -> bool:
 
 def models_of(known: set[str]) -> set[str]:
     """Families: every module of models/ but the shared layers."""
-    return {name for name in known if _in(name, "models")} - {"models", "models.layers"}
+    return {name for name in known if _in(name, "models")} - {"models", "models.layers", "models.loss"}
 
 
 def broken(files: dict[str, str]) -> list[str]:

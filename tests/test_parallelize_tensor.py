@@ -15,9 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import train
 from components.config import Parallelism
 from models.llama import FLAVORS, Llama
+from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
-from parallelize.tensor import VocabularyParallelCrossEntropy, apply_tensor_parallel
+from parallelize.tensor import apply_tensor_parallel, vocabulary_parallel_cross_entropy
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -80,7 +81,8 @@ def compare_losses(run: train.Run) -> list[float]:
     plain = F.cross_entropy(hidden @ weights.T, labels, reduction="sum")
     expected = [plain, *torch.autograd.grad(plain, (hidden, weights))]
     rows = weights.detach().chunk(mesh.size())[mesh.get_local_rank()].requires_grad_()
-    loss = VocabularyParallelCrossEntropy.apply(hidden @ rows.T, labels, mesh)
+    split = functools.partial(vocabulary_parallel_cross_entropy, mesh=mesh)
+    loss = linear_cross_entropy(hidden[None], rows, labels[None], split)
     of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
     dist.all_reduce(of_hidden, group=mesh.get_group())
     parts = [torch.empty_like(of_rows) for _ in range(mesh.size())]

@@ -1,0 +1,66 @@
+"""Cross-entropy of the head's logits, by chunks of tokens, so that they are never held whole.
+
+Logits are the largest thing that a model with a large vocabulary makes. Here each chunk of them is made, its loss and
+the gradients of hidden states and weights are worked out at once, and it is thrown away: backward only scales those
+(arXiv:2410.10989, section 3.2).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Of logits (T, V) and labels (T,), -100 for none: the sum of losses, and its gradient (T, V), both float32."""
+
+_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
+"""What a cache nearly holds (tests/benchmarks/loss.py); what fills a GPU."""
+
+
+def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, loss: CrossEntropy) -> Tensor:
+    """The float32 sum of losses of hidden states times weights, over labels that are not -100."""
+    return _LinearCrossEntropy.apply(
+        hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), loss, torch.is_grad_enabled()
+    )
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """A CrossEntropy on one device."""
+    valid = labels != -100
+    index = labels.where(valid, 0)[:, None]
+    log_probabilities = logits.log_softmax(dim=1, dtype=torch.float32)
+    loss = -(log_probabilities.gather(1, index)[:, 0] * valid).sum()
+    gradient = log_probabilities.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=torch.float32))
+    return loss, gradient.mul_(valid[:, None])
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, loss: CrossEntropy, with_gradient: bool
+    ) -> Tensor:
+        total = torch.zeros((), device=hidden.device)
+        # Sums over chunks are kept in float32.
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
+        chunk = _CHUNK_TOKENS[hidden.device.type]
+        for start in range(0, hidden.shape[0], chunk):
+            rows = slice(start, start + chunk)
+            loss_of_chunk, gradient = loss(hidden[rows] @ weight.T, labels[rows])
+            total += loss_of_chunk
+            if of_hidden is not None and of_weight is not None:
+                gradient = gradient.to(hidden.dtype)
+                torch.mm(gradient, weight, out=of_hidden[rows])
+                if weight.dtype == torch.float32:
+                    of_weight.addmm_(gradient.T, hidden[rows])
+                else:
+                    of_weight += gradient.T @ hidden[rows]
+        ctx.save_for_backward(of_hidden, of_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * scale.to(of_hidden.dtype), (of_weight * scale).to(ctx.weight_dtype), None, None, None
