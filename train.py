@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.checkpoint import Checkpointer
-from components.config import ConfigError, JobConfig, load_config, mistake, to_dict
+from components.config import ConfigError, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.data.order import sequence_at
@@ -43,7 +43,7 @@ from parallelize.mesh import (
     sum_over_token_ranks,
 )
 from parallelize.pipeline import Pipeline, describe_stages
-from parallelize.rules import check_layout, global_batch_size
+from parallelize.rules import check_device, check_layout, global_batch_size
 from parallelize.tensor import align_gradients
 
 Batch = dict[str, Tensor]
@@ -126,8 +126,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
-    if config.profiling.enable_memory_snapshot and device.type != "cuda":
-        raise ConfigError(mistake(config, "profiling.enable_memory_snapshot", "memory snapshots are CUDA's"))
+    check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
     sizes = MODELS[config.model.name][1][config.model.flavor]

@@ -3,8 +3,11 @@
 `parallelize_<model>` takes a model on the meta device and applies a layout, always in this order (ORDER):
 
   stages             are cut first, so that no device makes what it won't keep
+  float8             swaps linear modules, which tensor parallel then splits
   tensor parallel    changes what a module's parameters are, so it comes before all that wraps them
   context parallel   changes only the attention cores
+  compile            takes a layer's `forward`, in which nothing is replaced any more
+  checkpointing      goes around what is compiled: torch 2.13 fails the other way round with tensor parallel
   data parallel      is outermost, so that `fully_shard` gathers what all the others left
 
 Only then is the model given memory and weights, and its ties again; the schedule of a pipeline is built last. mesh.py
@@ -16,7 +19,14 @@ A model is `models/<name>.py` and `parallelize/<name>.py`: found by its name, so
 from collections.abc import Callable
 from importlib import import_module
 
-ORDER = ("apply_tensor_parallel", "apply_context_parallel", "apply_data_parallel")
+ORDER = (
+    "apply_float8",
+    "apply_tensor_parallel",
+    "apply_context_parallel",
+    "apply_compile",
+    "apply_activation_checkpoint",
+    "apply_data_parallel",
+)
 
 
 def parallelize_model(name: str) -> Callable:

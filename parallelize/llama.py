@@ -11,8 +11,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config import JobConfig, Parallelism
+from parallelize.activation import apply_activation_checkpoint
+from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
+from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
 from parallelize.pipeline import split_stages
 from parallelize.tensor import (
@@ -27,8 +30,11 @@ def parallelize_llama(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[n
     """The stages of the model that this rank holds, still on the meta device. The order is that of __init__.py."""
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
+        apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, llama_tp_plan(config.parallelism))
         apply_context_parallel(stage, mesh, config.parallelism)
+        apply_compile(stage, mesh, config.compile, config.parallelism)
+        apply_activation_checkpoint(stage, config.activation_checkpoint)
         apply_data_parallel(stage, mesh, config.training, config.parallelism)
     return stages
 

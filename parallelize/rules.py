@@ -85,9 +85,14 @@ def _ulysses_cannot_share(config: JobConfig, degrees: Degrees, cp: int) -> bool:
     return heads % cp != 0 or kv_heads == 0 or (kv_heads % cp != 0 and cp % kv_heads != 0)
 
 
+def _misfit(key: str, misfit: Callable[[JobConfig, Degrees], str]) -> Rule:
+    """misfit: what is wrong, or nothing."""
+    return Rule(key, lambda config, degrees: bool(misfit(config, degrees)), misfit)
+
+
 def _pipeline(key: str, misfit: Callable[[JobConfig, Degrees], str]) -> Rule:
-    """misfit: what is wrong, or nothing; asked only if there is a pipeline."""
-    return Rule(f"parallelism.{key}", lambda config, degrees: degrees.pp > 1 and bool(misfit(config, degrees)), misfit)
+    """misfit is asked only if there is a pipeline."""
+    return _misfit(f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else "")
 
 
 def _stages_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -177,7 +182,64 @@ def _tied_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from parallelize.pipeline import SPLIT_BACKWARD
+
+    checkpointing, compiled = config.activation_checkpoint, config.compile
+    if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
+        return ""
+    if compiled.enable and "model" in compiled.components:
+        return (
+            "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
+            'an error; a number of layers, as "2", or mode = "full" would do'
+        )
+    schedule = config.parallelism.pipeline_parallel_schedule
+    if degrees.pp > 1 and schedule in SPLIT_BACKWARD:
+        return (
+            f"{schedule} goes backward twice, for inputs and for weights, and what "
+            'was kept is there for one; a number of layers, as "2", or mode = "full" would do'
+        )
+    return ""
+
+
+def _async_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.parallelism.enable_async_tensor_parallel:
+        return ""
+    needed = {
+        "parallelism.tensor_parallel_degree of 2 or more": degrees.tp > 1,
+        "parallelism.sequence_parallel = true": config.parallelism.sequence_parallel,
+        'compile.enable = true and "model" in compile.components': config.compile.enable
+        and "model" in config.compile.components,
+    }
+    missing = [name for name, there in needed.items() if not there]
+    return f"it is a pass of the compiler; it needs {', '.join(missing)}" if missing else ""
+
+
+def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.compile.enable or config.compile.backend == "inductor":
+        return ""
+    import torch
+
+    known = torch.compiler.list_backends(exclude_tags=())
+    return "" if config.compile.backend in known else _not_among(config.compile.backend, known)
+
+
+def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.model.converters or config.quantize.linear.float8.emulate:
+        return ""
+    sizes = _sizes(config)
+    split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
+    widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
+    widths |= {"dim": sizes.dim, "ffn_dim": sizes.ffn_dim // degrees.tp}
+    odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
+    return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
+
+
 RULES = [
+    _misfit("activation_checkpoint.selective_ac_option", _per_op_misfit),
+    _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
+    _misfit("model.converters", _float8_misfit),
+    _misfit("compile.backend", _backend_misfit),
     _pipeline("pipeline_parallel_schedule", _stages_misfit),
     _pipeline("pipeline_parallel_degree", _layers_misfit),
     _pipeline("module_fqns_per_model_part", _modules_misfit),
@@ -239,6 +301,23 @@ def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
             yield mistake(config, rule.key, rule.reason(config, degrees))
 
 
+def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
+    """Raises ConfigError for settings that the device has not; cuda: its compute capability, None on the CPU."""
+    float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
+    wrong = {
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
+        "model.converters": float8 and (cuda is None or cuda < (8, 9)),
+    }
+    reasons = {
+        "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
+        "parallelism.enable_async_tensor_parallel": "it needs CUDA",
+        "model.converters": "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
+    }
+    if found := [mistake(config, key, reasons[key]) for key in wrong if wrong[key]]:
+        raise ConfigError(found)
+
+
 def check_model(config: JobConfig) -> None:
     """Raises ConfigError where model.name or model.flavor is not known, with the nearest that is."""
     from models import MODELS
@@ -270,6 +349,12 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[s
         found.append(
             f"parallelism.tensor_parallel_degree = {degrees.tp}: a group of {degrees.tp} ranks spans nodes of "
             f"{ranks_per_node}, and tensor parallel waits for every layer's messages; keep it inside a node"
+        )
+    recipe = config.quantize.linear.float8.recipe_name
+    if config.model.converters and recipe != "rowwise_with_gw_hp":
+        found.append(
+            f'quantize.linear.float8.recipe_name = "{recipe}": scales are shared by tokens or rows that lie on one '
+            "rank, so that numbers depend on the layout; rowwise_with_gw_hp does not"
         )
     micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     if micro_batches < degrees.pp:

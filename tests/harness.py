@@ -291,6 +291,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     weights, gradients = _weights(run), _of_all_stages(run, gradients)
     extra = case.at_end(run) if case.at_end else None
     vars(train)["clip_gradients"] = clip
+    torch._dynamo.reset()  # what other cases in this process compile is not to be counted with this one's
     return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)
 
 

@@ -49,8 +49,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
     "tied": ("false", "true"),
+    "checkpointing": ("none", "full", "2", "op"),
+    "compile": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "tied")
+SIDE_AXES = ("reshard", "accumulation", "tied", "checkpointing", "compile")
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
@@ -58,6 +60,8 @@ NEEDS = {
     **dict.fromkeys(("schedule", "pipeline_first", "micro_batches"), "pp"),
 }
 """Axes that make no difference where a degree is 1."""
+RARE = {"compile": 8}
+"""Every so many layouts has another setting than the first: compiling takes seconds on each rank."""
 MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
@@ -127,8 +131,12 @@ class Layout:
             "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
             "pipeline_first": self["pipeline_first"],
         }
+        mode = self["checkpointing"] if self["checkpointing"] in ("none", "full") else "selective"
         return (
             *self.run(),
+            *("--activation_checkpoint.mode", mode, "--compile.enable", self["compile"]),
+            *(("--activation_checkpoint.selective_ac_option", self["checkpointing"]) if mode == "selective" else ()),
+            *("--compile.backend", "aot_eager"),  # inductor takes four times as long
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
             *("--training.local_batch_size", str(local)),
         )
@@ -172,16 +180,20 @@ def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
     turns = random.Random(0)
     others = [axis for axis in AXES if axis not in axes]
     chosen = [
-        layout(**dict(each.cell) | {axis: turns.choice(AXES[axis]) for axis in others})
+        layout(**dict(each.cell) | {axis: _draw(turns, axis) for axis in others})
         for each in found
         if each.ranks <= MOST_RANKS
     ]
     return list(dict.fromkeys(chosen))
 
 
+def _draw(draw: random.Random, axis: str) -> str:
+    return draw.choice(AXES[axis]) if draw.randrange(RARE.get(axis, 1)) == 0 else AXES[axis][0]
+
+
 def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout:
     """A layout of the product of all axes, but for those fixed; small: most degrees are 1."""
-    values = {axis: draw.choice(choices) for axis, choices in AXES.items()}
+    values = {axis: _draw(draw, axis) for axis in AXES}
     for axis in DEGREES:
         if small and draw.random() < 0.7:
             values[axis] = AXES[axis][0]

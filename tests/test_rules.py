@@ -11,7 +11,7 @@ from components.config import ConfigError, JobConfig, load_config
 from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
-from parallelize.rules import RULES, broken_rules, check_layout, check_model, warnings
+from parallelize.rules import RULES, broken_rules, check_device, check_layout, check_model, warnings
 from tests.harness import SMALL, broken_bars, observe
 
 
@@ -30,6 +30,9 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+COMPILE = ("--compile.enable", "true")
+OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+ASYNC = "--parallelism.enable_async_tensor_parallel"
 SIX = {"n_layers": 6}
 
 
@@ -64,6 +67,35 @@ CASES = [
         ranks=4,
         model=SIX,
     ),
+    Refused(
+        "checkpointing per operation",
+        (*OP, "--compile.enable", "true", TP, "2"),
+        "gradients would be wrong without an error",
+        "gradient",
+    ),
+    Refused(
+        "checkpointing per operation",
+        (*OP, PP, "2", MICRO, "6", SCHEDULE, "ZBVZeroBubble"),
+        "ZBVZeroBubble goes backward twice",
+        "error",
+        model=SIX,
+    ),
+    Refused("async tensor parallel", (ASYNC, "true"), "it needs parallelism.tensor_parallel_degree of 2 or", "", 1),
+    Refused("async tensor parallel", (ASYNC, "true", TP, "2"), "it needs compile.enable = true", ""),
+    Refused(
+        "async tensor parallel",
+        (ASYNC, "true", TP, "2", "--parallelism.sequence_parallel", "false", "--compile.enable", "true"),
+        "it needs parallelism.sequence_parallel = true$",
+        "",
+    ),
+    Refused(
+        "float8",
+        ("--model.converters", '["quantize.linear.float8"]', TP, "2"),
+        "multiples of 16 on each rank; not so: n_kv_heads x head_dim 4, ffn_dim 60",
+        "",
+        model={"n_kv_heads": 2, "n_heads": 16, "ffn_dim": 120},
+    ),
+    Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
@@ -166,6 +198,17 @@ def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))
+
+
+def test_what_a_device_lacks_is_named() -> None:
+    config = config_of("--profiling.enable_memory_snapshot", ASYNC)
+    with pytest.raises(ConfigError) as refused:
+        check_device(config, None)
+    assert [message.partition("=")[0].rpartition(".")[2].strip() for message in refused.value.messages] == [
+        "enable_memory_snapshot",
+        "enable_async_tensor_parallel",
+    ]
+    check_device(config, (9, 0))
 
 
 def test_tensor_parallel_over_nodes_is_warned_of() -> None:

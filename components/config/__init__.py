@@ -2,10 +2,13 @@
 
 from components.config.load import ROOT, ConfigError, load_config, mistake, to_dict
 from components.config.tables import (
+    ActivationCheckpoint,
     Checkpoint,
     Comm,
+    Compile,
     DataLoader,
     Debug,
+    Float8,
     Job,
     JobConfig,
     LRScheduler,
@@ -20,11 +23,14 @@ from components.config.tables import (
 
 __all__ = [
     "ROOT",
+    "ActivationCheckpoint",
     "Checkpoint",
     "Comm",
+    "Compile",
     "ConfigError",
     "DataLoader",
     "Debug",
+    "Float8",
     "Job",
     "JobConfig",
     "LRScheduler",

@@ -292,6 +292,13 @@ def _contradictions(config: JobConfig) -> list[str]:
     if method != "ring" and "parallelism.context_parallel_rotate_method" in config.origins:
         reason = f'belongs to the ring; context_parallel_method is "{method}"'
         found.append(mistake(config, "parallelism.context_parallel_rotate_method", reason))
+    if not re.fullmatch(r"op|[1-9]\d*", config.activation_checkpoint.selective_ac_option):
+        reason = 'expected a number of layers, as "2", or "op"'
+        found.append(mistake(config, "activation_checkpoint.selective_ac_option", reason))
+    float8 = "quantize.linear.float8"
+    if float8 not in config.model.converters:
+        reason = f'needs model.converters = ["{float8}"]'
+        found += [mistake(config, key, reason) for key in config.origins if key.startswith(f"{float8}.")]
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         found.append(
             mistake(config, "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out")

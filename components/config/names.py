@@ -27,20 +27,18 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
 _NOT_YET = "not available yet"
 _EXPERTS = "there are no mixture-of-experts models here"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
+_BUDGET = 'memory budgets are not available; activation_checkpoint.mode = "selective" saves a part'
+_TENSORWISE = "weights are gathered in the precision of training.mixed_precision_param"
 _MX = "MX formats are not available"
 
 UNAVAILABLE: dict[str, Unavailable] = {
     "job.save_config_file": Unavailable(None, "run.json in dump_folder always holds the resolved job file"),
     "job.custom_config_module": Unavailable("", "add keys to components/config/tables.py instead"),
     "metrics.save_for_all_ranks": Unavailable(False, "logged numbers are the same on every rank; rank 0 writes them"),
-    "model.converters": Unavailable([], _NOT_YET),
     "model.print_after_conversion": Unavailable(False, _NOT_YET),
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
     "training.dtype": Unavailable("float32", "weights are kept in float32; see training.mixed_precision_param"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
-    "parallelism.enable_async_tensor_parallel": Unavailable(
-        False, "it is a pass of torch.compile on CUDA, and compile is not available yet"
-    ),
     "parallelism.pipeline_parallel_schedule_csv": Unavailable(
         "", "schedules of your own are not available; parallelism.pipeline_parallel_schedule names torch's"
     ),
@@ -56,23 +54,11 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "checkpoint.create_seed_checkpoint": Unavailable(
         False, "weights at step 0 are the same at every layout without one; leave it out"
     ),
-    "activation_checkpoint.mode": Unavailable("none", 'not available yet; "none" is'),
-    "activation_checkpoint.selective_ac_option": Unavailable("2", _NOT_YET),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _NOT_YET),
-    "activation_checkpoint.early_stop": Unavailable(False, _NOT_YET),
-    "activation_checkpoint.memory_budget": Unavailable(0.5, _NOT_YET),
-    "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _NOT_YET),
-    "activation_checkpoint.preserve_rng_state": Unavailable(True, _NOT_YET),
-    "activation_checkpoint.determinism_check": Unavailable("default", _NOT_YET),
-    "activation_checkpoint.debug": Unavailable(False, _NOT_YET),
-    "compile.enable": Unavailable(False, _NOT_YET),
-    "compile.components": Unavailable(["model", "loss"], _NOT_YET),
-    "compile.backend": Unavailable("inductor", _NOT_YET),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _NOT_YET),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _NOT_YET),
-    "quantize.linear.float8.recipe_name": Unavailable(None, _NOT_YET),
-    "quantize.linear.float8.filter_fqns": Unavailable([], _NOT_YET),
-    "quantize.linear.float8.emulate": Unavailable(False, _NOT_YET),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _EXPERTS),
+    "activation_checkpoint.memory_budget": Unavailable(0.5, _BUDGET),
+    "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _BUDGET),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _TENSORWISE),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _TENSORWISE),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX),
     "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX),
     "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX),

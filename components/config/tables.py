@@ -78,6 +78,8 @@ class Model:
     """A named size of that model."""
     hf_assets_path: Name = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
+    converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
+    """Tables whose conversion the model gets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +193,8 @@ class Parallelism:
     """With tensor parallel: what is between the matrices is split along the sequence, not repeated on each rank."""
     loss_parallel: bool = True
     """With tensor parallel: logits stay split by vocabulary, and so does the loss."""
+    enable_async_tensor_parallel: bool = False
+    """Tensor parallel's messages travel while its products are computed, piece by piece; needs CUDA and compile."""
     context_parallel_degree: Positive = 1
     """Ranks that split each sequence."""
     context_parallel_method: Literal["ring", "allgather_kv", "ulysses"] = "ring"
@@ -217,6 +221,64 @@ class Parallelism:
     """Stages of one pipeline are on neighbouring ranks, with data parallel outermost; else the other way round."""
     module_fqns_per_model_part: list[list[str]] | None = None
     """The modules of each stage by name (tok_embeddings, layers.N, norm, output), in place of the automatic split."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """What forward leaves for backward is computed again instead; never changes the numbers."""
+
+    mode: Literal["none", "full", "selective"] = "none"
+    """full: every layer; selective: what selective_ac_option says."""
+    selective_ac_option: str = "2"
+    """With mode = "selective": every so many layers, or "op" for the cheap operations of every layer."""
+    preserve_rng_state: bool = True
+    """Random numbers are the same when a layer is computed again; no model here draws any."""
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare shapes of what is computed again with the first time's."""
+    early_stop: bool = False
+    """Stop computing a layer again once all that backward needs is there."""
+    debug: bool = False
+    """Keep a log of operations for the error message when they differ; slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """torch.compile."""
+
+    enable: bool = False
+    """Compile the components."""
+    components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
+    """model: each layer; loss: what follows the head's product."""
+    backend: Name = "inductor"
+    """A backend of torch.compile, as torch.compiler.list_backends() names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Matrix products of the layers in 8 bits, by torchao; with model.converters = ["quantize.linear.float8"]."""
+
+    recipe_name: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
+    """What shares a scale. Only the default's scales do not depend on the layout."""
+    filter_fqns: list[str] = field(default_factory=list)
+    """Modules with one of these in their names are left as they are; the head always is."""
+    emulate: bool = False
+    """Compute in high precision what 8 bits would give: for devices without float8, to try it out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearQuantization:
+    """Of matrix products."""
+
+    float8: Float8 = field(default_factory=Float8)
+    """Settings of quantize.linear.float8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantize:
+    """Low precision."""
+
+    linear: LinearQuantization = field(default_factory=LinearQuantization)
+    """Of linear modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +365,9 @@ class JobConfig:
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    quantize: Quantize = field(default_factory=Quantize)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)

@@ -1,0 +1,28 @@
+"""Float8 training: a layer's matrix products take inputs scaled to 8 bits (arXiv:2209.05433), by torchao.
+
+Weights, their names and checkpoints stay as they are; the head, whose product is part of the loss, does too.
+"""
+
+from dataclasses import replace
+
+from torch import nn
+
+from components.config import Float8, Model
+
+
+def apply_float8(model: nn.Module, model_config: Model, config: Float8) -> None:
+    """Swap the linear modules of every layer for torchao's."""
+    if FLOAT8 not in model_config.converters:
+        return
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # 2 s to import
+
+    def is_converted(module: nn.Module, name: str) -> bool:
+        return not any(part in name for part in config.filter_fqns)
+
+    recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
+    convert_to_float8_training(
+        model.get_submodule("layers"), module_filter_fn=is_converted, config=replace(recipe, emulate=config.emulate)
+    )
+
+
+FLOAT8 = "quantize.linear.float8"

@@ -1,0 +1,98 @@
+"""torch.compile under every axis: the same numbers, one graph for all layers, and faults that have to be found."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from tests.harness import broken_bars, figures, observe, rewrite
+from tests.test_parallelize_activation import FULL, LAYOUTS
+from tests.test_parallelize_data import UNEVEN_LABELS, one_process
+
+TRACED = ("--compile.enable", "true", "--compile.backend", "aot_eager")
+INDUCTOR = ("--compile.enable", "true")
+
+
+def reference(layout: str) -> Any:
+    flavor = ("--model.flavor", "long") if layout.startswith("pp") else ()
+    return one_process(*flavor, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize("more", [(), FULL], ids=["", "checkpointed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_compiled_layout_is_the_run_of_one_process(layout: str, more: tuple[str, ...]) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    observed = observe(*overrides, *TRACED, *more, ranks=ranks, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, reference(layout))
+
+
+@pytest.mark.parametrize("layout", ["one", "tp 2"])
+def test_inductor_gives_the_same_run(layout: str) -> None:
+    """Compiled against compiled, and both against eager: its kernels round otherwise."""
+    ranks, overrides = LAYOUTS[layout]
+    observed = observe(*overrides, *INDUCTOR, ranks=ranks, steps=2, valid_labels=UNEVEN_LABELS)
+    compiled = observe(*INDUCTOR, steps=2, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, compiled)
+    assert figures(observed, observe(steps=2, valid_labels=UNEVEN_LABELS))["gradient"] < 1e-5
+
+
+def graphs(run: train.Run) -> int:
+    import torch._dynamo.utils
+
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def test_equal_layers_share_a_graph() -> None:
+    """Twelve layers; a graph more for the loss of a whole chunk, and of what is left over."""
+    assert observe("--model.flavor", "deep", *TRACED, steps=1, at_end=graphs).extra <= 3
+
+
+def validated(run: train.Run) -> tuple[float, int]:
+    return train.validate(run)
+
+
+def test_another_length_compiles_again() -> None:
+    """Validation has its own batch size and length."""
+    held_out = ("--validation.enable", "true", "--validation.local_batch_size", "3", "--validation.seq_len", "16")
+    few = ("--validation.held_out_fraction", "0.01", "--validation.steps", "2")
+    compiled = observe(*held_out, *few, *TRACED, steps=1, at_end=validated).extra
+    assert compiled == pytest.approx(observe(*held_out, *few, steps=1, at_end=validated).extra, rel=1e-6)
+
+
+def embedding_gives_what_is_still_on_its_way() -> None:
+    """As torch's own style does: a compiled layer takes the asynchronous result apart, and its gradient is lost."""
+    waits = "partial.redistribute(placements=[self.output_layout]).to_local().clone()"
+    does_not = "partial.redistribute(placements=[self.output_layout], async_op=True).to_local()"
+    rewrite("parallelize.tensor", "VocabularyParallelEmbedding._apply", waits, does_not)
+
+
+def backward_may_overwrite_what_forward_saved() -> None:
+    rewrite("parallelize.compile", "apply_compile", "= not splits", "= True")
+
+
+def test_a_lost_gradient_is_found() -> None:
+    """Pitfall: the loss is right to the last digit while the embedding gets no gradient."""
+    _, tensor_parallel = LAYOUTS["tp 2"]
+    observed = observe(
+        *(*tensor_parallel, *TRACED, "--training.local_batch_size", "18"),
+        ranks=4,
+        steps=1,
+        valid_labels=UNEVEN_LABELS,
+        mutate=embedding_gives_what_is_still_on_its_way,
+    )
+    broken = broken_bars(observed, observe(steps=1, valid_labels=UNEVEN_LABELS))
+    assert "gradient" in broken
+    assert "loss" not in broken
+
+
+def test_saved_results_are_not_overwritten_where_backward_comes_twice() -> None:
+    ranks, overrides = LAYOUTS["pp 2 zero bubble"]
+    with pytest.raises(RuntimeError, match="stage backward"):
+        observe(*overrides, *TRACED, ranks=ranks, mutate=backward_may_overwrite_what_forward_saved)
+
+
+def test_the_backend_is_honoured() -> None:
+    assert "aot_eager" in torch.compiler.list_backends(exclude_tags=())
+    with pytest.raises(RuntimeError, match=r"compile.backend = .inductr.: not one of .*did you mean inductor"):
+        observe("--compile.enable", "true", "--compile.backend", "inductr")
