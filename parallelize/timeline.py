@@ -1,0 +1,197 @@
+"""Draws what each rank of a pipeline does when, from torch's own schedules, and says how long it is idle.
+
+python -m parallelize.timeline 1F1B ZBVZeroBubble --pp 4 --microbatches 8 --output schedules.png
+
+Forward, the gradient of inputs and that of weights take one unit of time each, for each stage and micro-batch; messages
+take none. A rank does its actions in the schedule's order, each as soon as what it needs is there.
+"""
+
+import argparse
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from parallelize.pipeline import ONE_STAGE, V_SHAPED
+
+Action = tuple[str, int, int]
+"""Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
+Step = tuple[Action, ...]
+"""One action, or a forward and a backward that torch runs as one: nobody has their results before both are done."""
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@dataclass(frozen=True)
+class Box:
+    """An action of a rank; times in units."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: int
+    end: int
+
+
+def actions(schedule: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
+    """What torch's schedule makes each rank do, in order. Raises ValueError if it does not take so many micro-batches.
+
+    stages_a_rank is for schedules that may have more than two.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    count = pp * (1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else stages_a_rank)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pp)
+    try:
+        numbers = [0, count - 1] if schedule in V_SHAPED else range(0, count, pp)
+        stages = [PipelineStage(nn.Identity(), number, count, torch.device("cpu")) for number in numbers]
+        made = get_schedule_class(schedule)(
+            stages[0] if schedule in ONE_STAGE else stages,
+            n_microbatches=micro_batches,
+            loss_fn=lambda loss, _: loss,
+        )
+        orders = [_steps(made.pipeline_order[rank]) for rank in range(pp)]
+    finally:
+        dist.destroy_process_group()
+    # torch's table for 1F1B, not what it runs, begins the last rank's forwards at micro-batch 1.
+    return [_forwards_from_0(order) for order in orders] if schedule == "1F1B" else orders
+
+
+def _steps(order: list[Any]) -> list[Step]:
+    """Without gaps and messages."""
+    steps = []
+    for action in order:
+        parts = (action.sub_actions or (action,)) if action is not None else ()
+        found = [re.fullmatch(r"(\d+)([FIWB])(\d+)", str(part)) for part in parts]
+        steps.append(tuple((match[2], int(match[1]), int(match[3])) for match in found if match))
+    return [step for step in steps if step]
+
+
+def _forwards_from_0(order: list[Step]) -> list[Step]:
+    count = itertools.count()
+    return [((kind, stage, next(count) if kind == "F" else number),) for ((kind, stage, number),) in order]
+
+
+def simulate(orders: list[list[Step]]) -> list[Box]:
+    """When each action runs. Raises ValueError if ranks wait for each other for ever."""
+    done: dict[Action, int] = {}
+    waiting = [list(order) for order in orders]
+    last = max(stage for order in orders for step in order for _, stage, _ in step)
+    free = [0] * len(orders)
+    boxes: list[Box] = []
+    while any(waiting):
+        before = len(boxes)
+        for rank, order in enumerate(waiting):
+            while order and all(action in done for action in _needed(order[0], last)):
+                step = order.pop(0)
+                start = max([free[rank], *(done[action] for action in _needed(step, last))])
+                for kind, stage, micro_batch in step:
+                    boxes.append(Box(rank, kind, stage, micro_batch, start, start + _UNITS[kind]))
+                    start += _UNITS[kind]
+                free[rank] = start
+                done |= {("I" if kind == "B" else kind, stage, number): start for kind, stage, number in step}
+        if len(boxes) == before:
+            raise ValueError(f"ranks wait for ever, for {[order[0] for order in waiting if order]}")
+    return boxes
+
+
+_UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
+
+
+def _needed(step: Step, last: int) -> Iterator[Action]:
+    for kind, stage, micro_batch in step:
+        if kind == "F" and stage > 0:
+            yield "F", stage - 1, micro_batch
+        elif kind in ("B", "I"):
+            yield ("F", stage, micro_batch) if stage == last else ("I", stage + 1, micro_batch)
+
+
+def idle(boxes: list[Box]) -> float:
+    """Idle time over working time, of the busiest stretch from first to last action of all ranks."""
+    ranks = 1 + max(box.rank for box in boxes)
+    return max(box.end for box in boxes) * ranks / sum(box.end - box.start for box in boxes) - 1
+
+
+def most_alive(boxes: list[Box], rank: int) -> int:
+    """Pairs of stage and micro-batch whose activations a rank has at once, at the most."""
+    mine = [box for box in boxes if box.rank == rank]
+    # Freed when the gradient of the weights is known; what ends comes before what starts.
+    changes = sorted([(box.end, -1) for box in mine if box.kind in ("B", "W")]
+                     + [(box.start, 1) for box in mine if box.kind == "F"])  # fmt: skip
+    alive = [sum(change for _, change in changes[: number + 1]) for number in range(len(changes))]
+    return max(alive)
+
+
+_COLOURS = {"F": "#2f6fb5", "B": "#3f9a5b", "I": "#e08a1e", "W": "#8e5aa8"}
+_WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+
+
+def draw(timelines: dict[str, list[Box]], path: Path) -> None:
+    """A PNG with a panel for each schedule: ranks below each other, time to the right, micro-batches as numbers.
+
+    Time is in forwards of all layers of a rank, so that panels compare; a rank's later stages are paler.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    ranks = 1 + max(box.rank for boxes in timelines.values() for box in boxes)
+    stages = {name: (1 + max(box.stage for box in boxes)) // ranks for name, boxes in timelines.items()}
+    length = max(box.end / stages[name] for name, boxes in timelines.items() for box in boxes)
+    size = (max(10.0, min(0.4 * length, 40.0)), (0.34 * ranks + 0.6) * len(timelines) + 0.5)
+    figure, panels = plt.subplots(len(timelines), 1, figsize=size, squeeze=False, facecolor="white", sharex=True)
+    for (name, boxes), axes in zip(timelines.items(), panels[:, 0], strict=True):
+        scale = stages[name]
+        for box in boxes:
+            opacity = 1 - 0.5 * (box.stage // ranks) / scale
+            start, width = box.start / scale, (box.end - box.start) / scale
+            style: dict[str, Any] = {"color": _COLOURS[box.kind], "alpha": opacity, "edgecolor": "white"}
+            axes.barh(box.rank, width, left=start, height=0.86, linewidth=0.8, **style)
+            middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+            axes.text(start + width / 2, box.rank, str(box.micro_batch), **middle)
+        alive = ", ".join(f"{most_alive(boxes, rank) / scale:g}" for rank in range(ranks))
+        words = f"{name}: idle {idle(boxes):.1%} of working time; micro-batches alive on each rank {alive}"
+        axes.set_title(words, loc="left", fontsize=9)
+        axes.set(yticks=range(ranks), yticklabels=[f"pp {rank}" for rank in range(ranks)], xlim=(0, length))
+        axes.tick_params(labelsize=8, length=0)
+        axes.invert_yaxis()
+        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
+    kinds = [kind for kind in _COLOURS if any(box.kind == kind for boxes in timelines.values() for box in boxes)]
+    handles = [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in kinds]
+    figure.legend(handles=handles, loc="lower right", ncols=len(kinds), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.35 / size[1], 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schedules", nargs="+", choices=SCHEDULES, metavar="schedule", help=", ".join(SCHEDULES))
+    parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline (default 4)")
+    parser.add_argument("--microbatches", type=int, default=8, help="default 8")
+    parser.add_argument("--stages", type=int, default=2, help="of a rank, where the schedule has more than one (2)")
+    parser.add_argument("--output", type=Path, default=Path("schedules.png"))
+    options = parser.parse_args()
+    timelines = {}
+    for name in options.schedules:
+        try:
+            timelines[name] = simulate(actions(name, options.pp, options.microbatches, options.stages))
+        except (ValueError, AssertionError) as error:
+            parser.error(f"{name}: {error}")
+        print(f"{name}: idle {idle(timelines[name]):.1%} of working time")
+    draw(timelines, options.output)
+    print(f"drawn in {options.output}")
+
+
+if __name__ == "__main__":
+    main()
