@@ -1,7 +1,7 @@
 """The matrix of layouts, generated from its axes: each is the run of one process, or is refused by a rule.
 
 python -m tests.matrix                      a spread: every pair of settings, in a few layouts
-python -m tests.matrix --all                every layout of the axes
+python -m tests.matrix --all                every layout of the axes; writes docs/composition.md
 python -m tests.matrix --random 30 --seed 7 so many, drawn from all
 """
 
@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components.config import ConfigError, load_config
+from components.config import ROOT, ConfigError, load_config
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from tests import composition
 from tests.harness import BARS, RECIPE, SMALL, Case, Observation, figures, observe, observe_all
 
 Cell = tuple[tuple[str, str], ...]
@@ -281,19 +282,25 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
 def main(argv: list[str]) -> int:
     """Print each layout with its worst gradient error and seconds; 1 if any was neither proven nor refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--all", action="store_true", help="every layout; then write docs/composition.md")
     parser.add_argument("--random", type=int, default=0, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results to this file, a line each")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="a line for each layout is added to this file")
+    parser.add_argument("--resume", action="store_true", help="leave out what this code has proven there")
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
     if options.random:
         chosen = [any_layout(draw) for _ in range(options.random)]
     else:
         chosen = main_layouts() if options.all else spread(options.seed)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    if not options.resume:
+        options.results.unlink(missing_ok=True)
+    done = {tuple(row["layout"].items()) for row in composition.read(options.results) if row["verdict"] == "proven"}
+    chosen = [each for each in chosen if each.cell not in done]
     counts: dict[str, int] = {}
     started = time.perf_counter()
-    with open(options.json or "/dev/null", "w", encoding="utf-8") as file:
+    with open(options.results, "a", encoding="utf-8") as file:
         for number, result in enumerate(measure(chosen), 1):
             counts[result.verdict] = counts.get(result.verdict, 0) + 1
             worst = f"{result.figures['gradient']:.1e}" if result.figures else ""
@@ -303,10 +310,21 @@ def main(argv: list[str]) -> int:
             rest = (time.perf_counter() - started) / number * (len(chosen) - number)
             print(f"{number:5}/{len(chosen)} eta {rest / 60:3.0f}m  {line}", flush=True)
             record: dict[str, Any] = {"layout": dict(result.layout.cell), "ranks": result.layout.ranks}
-            record |= {"verdict": result.verdict, "figures": result.figures, "refusal": result.refusal}
+            record |= {
+                "code": composition.code(),
+                "verdict": result.verdict,
+                "figures": result.figures,
+                "refusal": result.refusal,
+            }
             print(json.dumps(record | {"seconds": round(result.seconds, 2)}), file=file, flush=True)
     print(f"{counts} in {time.perf_counter() - started:.0f} s")
+    if options.all:
+        composition.write(composition.read(options.results), AXES, BARS)
+        print(f"written: {composition.PAGE.relative_to(ROOT)}")
     return int(bool(counts.get("broken") or counts.get("error")))
+
+
+RESULTS = ROOT / ".cache" / "tests" / "matrix.jsonl"
 
 
 if __name__ == "__main__":

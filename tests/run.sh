@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must pass before a commit: lint, format, types, tests. Words given go to pytest.
+# With --all first: then every layout of the matrix too, which takes hours on two cores.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
@@ -15,7 +16,13 @@ step() {
 step "lint" ruff check .
 step "format" ruff format --check .
 step "types" mypy train.py components models parallelize tests
+whole=""
+if [ "${1:-}" = --all ]; then
+    whole=yes
+    shift
+fi
 step "tests" pytest --durations=10 "$@"
+[ -z "$whole" ] || step "every layout" tests.matrix --all
 
 if [ -n "$failed" ]; then
     echo "failed:$failed" >&2

@@ -1,0 +1,143 @@
+"""Writes docs/composition.md and its picture from what `python -m tests.matrix` measured."""
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from components.config import ROOT
+
+Row = dict[str, Any]
+"""A layout's settings by axis, its ranks, verdict, figures, refusal and seconds: a line of the results."""
+PAGE, PICTURE = ROOT / "docs" / "composition.md", ROOT / "assets" / "figures" / "composition.png"
+
+
+@functools.cache
+def code() -> str:
+    """A digest of all that decides a result: results of other code don't count."""
+    folders = [path for name in ("components", "models", "parallelize") for path in (ROOT / name).rglob("*.py")]
+    files = [*folders, *(ROOT / name for name in ("train.py", "tests/harness.py", "tests/matrix.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
+
+
+def read(path: Path) -> list[Row]:
+    """Results of this code, the last one of each layout; a line that a killed run cut off is left out."""
+    rows: dict[str, Row] = {}
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if row["code"] == code():
+            rows[json.dumps(row["layout"])] = row
+    return list(rows.values())
+
+
+def write(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> None:
+    """The page and the picture."""
+    PAGE.write_text(page(rows, axes, bars), encoding="utf-8")
+    draw(rows, axes, bars["gradient"])
+
+
+def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> str:
+    proven = [row for row in rows if row["verdict"] == "proven"]
+    ranks = sorted({row["ranks"] for row in rows})
+    by_ranks = Counter((row["ranks"], row["verdict"]) for row in rows)
+    others = [row for row in rows if row["verdict"] not in ("proven", "refused")]
+    refusals = Counter(_rule(row["refusal"]) for row in rows if row["verdict"] == "refused")
+    worst = {name: max((row["figures"][name] for row in proven), default=0.0) for name in bars}
+    lines = [
+        "# What composes with what",
+        "",
+        "Written by `python -m tests.matrix --all`, from what it ran: every layout is compared with one process, and",
+        "is the same run or refused by a rule before launch. How that is judged is in [the promise](promise.md).",
+        "",
+        f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "
+        f"{len(proven):,} proven, {sum(refusals.values()):,} refused, {len(others):,} neither.",
+        "",
+        "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
+        "",
+        "A square is a pair of settings: its colour the worst error of a gradient in all proven layouts that have",
+        "both, hatched where every layout with both is refused, white where none was run.",
+        "",
+        "| ranks | proven | refused | neither | seconds a layout |",
+        "|---|---|---|---|---|",
+    ]
+    for count in ranks:
+        seconds = [row["seconds"] for row in proven if row["ranks"] == count]
+        lines.append(
+            f"| {count} | {by_ranks[count, 'proven']} | {by_ranks[count, 'refused']} | "
+            f"{sum(row['ranks'] == count for row in others)} | {sum(seconds) / max(1, len(seconds)):.1f} |"
+        )
+    lines += ["", "| figure | worst of all proven layouts | bar |", "|---|---|---|"]
+    lines += [f"| {name} | {_number(worst[name])} | {_number(bar)} |" for name, bar in bars.items()]
+    lines += ["", "| refused by a rule on | layouts |", "|---|---|"]
+    lines += [f"| `{rule}` | {count} |" for rule, count in refusals.most_common()]
+    lines += ["", "The axes and their settings:", "", "| axis | settings |", "|---|---|"]
+    lines += [f"| {axis} | {', '.join(values)} |" for axis, values in axes.items()]
+    lines += ["", "The layouts with the largest errors:", "", "| gradient | ranks | layout |", "|---|---|---|"]
+    for row in sorted(proven, key=lambda row: -row["figures"]["gradient"])[:10]:
+        settings = [f"{axis} {value}" for axis, value in row["layout"].items() if value != axes[axis][0]]
+        lines.append(f"| {row['figures']['gradient']:.1e} | {row['ranks']} | {' · '.join(settings) or 'one rank'} |")
+    return "\n".join([*lines, *(f"\nNeither: {row['layout']}" for row in others), ""])
+
+
+def _number(value: float) -> str:
+    return "equal" if value == 0 else f"{value:.1e}"
+
+
+def _rule(refusal: str) -> str:
+    """The key that the first mistake of a refusal names: `command line: table.key = value: reason`."""
+    return refusal.partition(": ")[2].partition(" = ")[0]
+
+
+def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    from matplotlib.colors import LogNorm
+    from matplotlib.patches import Rectangle
+
+    settings = [(axis, value) for axis, values in axes.items() for value in values]
+    place = {setting: number for number, setting in enumerate(settings)}
+    worst: dict[tuple[int, int], float] = {}
+    refused: set[tuple[int, int]] = set()
+    for row in rows:
+        for one, other in itertools.combinations(row["layout"].items(), 2):
+            pair = place[other], place[one]
+            if row["verdict"] == "proven":
+                worst[pair] = max(worst.get(pair, 0.0), row["figures"]["gradient"])
+            elif row["verdict"] == "refused":
+                refused.add(pair)
+    size = len(settings)
+    errors = torch.full((size, size), math.nan)
+    for (down, across), value in worst.items():
+        errors[down, across] = max(value, 1e-8)
+    figure, panel = plt.subplots(figsize=(11, 10.4), facecolor="white")
+    shown = panel.imshow(errors.numpy(), norm=LogNorm(1e-8, bar), cmap="viridis")
+    for down, across in refused - worst.keys():
+        style: dict[str, Any] = {"facecolor": "#eceff2", "edgecolor": "#8c959f", "hatch": "//////", "linewidth": 0}
+        panel.add_patch(Rectangle((across - 0.5, down - 0.5), 1, 1, **style))
+    labels = [f"{axis.replace('_', ' ')}  {value}" for axis, value in settings]
+    panel.set_xticks(range(size), labels, rotation=90, fontsize=6.5)
+    panel.set_yticks(range(size), labels, fontsize=6.5)
+    edge = -0.5
+    for values in axes.values():
+        edge += len(values)
+        panel.axhline(edge, color="white", linewidth=1.2)
+        panel.axvline(edge, color="white", linewidth=1.2)
+    panel.tick_params(length=0)
+    for spine in panel.spines.values():
+        spine.set_visible(False)
+    figure.colorbar(shown, ax=panel, shrink=0.4, anchor=(0, 1), label=f"worst gradient error; the bar is {bar:g}")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=110)
+    plt.close(figure)

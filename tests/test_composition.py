@@ -1,0 +1,73 @@
+"""docs/composition.md says what was measured, and nothing of other code."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import composition, matrix
+from tests.harness import BARS
+from tests.matrix import AXES, layout
+
+
+def row(verdict: str, gradient: float = 0.0, **settings: str) -> dict[str, Any]:
+    figures = dict.fromkeys(BARS, 0.0) | {"gradient": gradient}
+    refusal = "command line: parallelism.pipeline_parallel_degree = 2: too many" if verdict == "refused" else ""
+    chosen = layout(**settings)
+    return {
+        "layout": dict(chosen.cell),
+        "ranks": chosen.ranks,
+        "code": composition.code(),
+        "verdict": verdict,
+        "figures": figures if verdict != "refused" else {},
+        "refusal": refusal,
+        "seconds": 2.0,
+    }
+
+
+ROWS = [
+    row("proven", 3e-7, tp="2"),
+    row("proven", 5e-7, tp="2", cp="2"),
+    row("refused", pp="2", tied="true"),
+    row("error", cp="4"),
+]
+
+
+def test_the_page_counts_what_was_measured() -> None:
+    text = composition.page(ROWS, AXES, BARS)
+    assert "4 layouts of up to 4 ranks" in text
+    assert "2 proven, 1 refused, 1 neither." in text
+    assert "| gradient | 5.0e-07 | 1.0e-05 |" in text
+    assert "| tokens | equal | equal |" in text
+    assert "| `parallelism.pipeline_parallel_degree` | 1 |" in text
+    assert "| 5.0e-07 | 4 | tp 2 · cp 2 |" in text
+    assert "Neither: {" in text
+
+
+def test_results_of_other_code_and_torn_lines_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    lines = [json.dumps(each) for each in (*ROWS, ROWS[0] | {"seconds": 3.0}, ROWS[1] | {"code": "other"})]
+    path.write_text("\n".join([*lines, lines[0][:50]]))
+    found = composition.read(path)
+    assert [each["verdict"] for each in found] == [each["verdict"] for each in ROWS]
+    assert found[0]["seconds"] == 3.0
+    assert composition.read(tmp_path / "nothing") == []
+
+
+def test_the_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(composition, "PICTURE", tmp_path / "composition.png")
+    composition.draw(ROWS, AXES, BARS["gradient"])
+    assert composition.PICTURE.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_adds_its_results_and_a_resumed_one_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a folder" / "results.jsonl"
+    monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), layout(pp="2", tied="true")])
+    assert matrix.main(["--results", str(path)]) == 0
+    assert [each["verdict"] for each in composition.read(path)] == ["refused", "proven"]
+    capsys.readouterr()
+    assert matrix.main(["--results", str(path), "--resume"]) == 0
+    assert "'refused': 1}" in capsys.readouterr().out
