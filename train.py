@@ -42,8 +42,9 @@ from parallelize.mesh import (
     resolve_degrees,
     sum_over_token_ranks,
 )
-from parallelize.pipeline import Pipeline, describe_stages
+from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
+from parallelize.stages import describe_stages
 from parallelize.tensor import align_gradients
 
 Batch = dict[str, Tensor]

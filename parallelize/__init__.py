@@ -11,7 +11,7 @@
   data parallel      is outermost, so that `fully_shard` gathers what all the others left
 
 Only then is the model given memory and weights, and its ties again; the schedule of a pipeline is built last. mesh.py
-has the ranks by dimension, rules.py the layouts that are refused.
+has the ranks by dimension, rules/ the layouts that are refused.
 
 A model is `models/<name>.py` and `parallelize/<name>.py`: found by its name, so there is no list to keep.
 """

@@ -6,7 +6,7 @@ from torch import nn
 
 from components.config import Compile, Parallelism
 from parallelize.mesh import Mesh
-from parallelize.pipeline import SPLIT_BACKWARD
+from parallelize.stages import SPLIT_BACKWARD
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from parallelize.pipeline import ONE_STAGE, V_SHAPED
+from parallelize.stages import ONE_STAGE, V_SHAPED
 
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""

@@ -81,7 +81,7 @@ def _forbidden(module: str, name: str, families: set[str]) -> str | None:
     family = module.removeprefix("parallelize.")
     if f"models.{family}" in families or module in {"parallelize", "parallelize.plan"}:
         return None
-    if module == "parallelize.rules" and name == "models":
+    if _in(module, "parallelize.rules") and name == "models":
         return None  # the registry, for names and sizes
     if top == "models" and name in families | {"models"}:
         return "an axis knows no named model"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import train
 from components.config import Parallelism
-from parallelize.pipeline import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
+from parallelize.stages import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 

@@ -1,13 +1,21 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
 import difflib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
+from parallelize.rules.pipeline import (
+    layers_misfit,
+    micro_batches_misfit,
+    modules_misfit,
+    reshard_misfit,
+    stages_misfit,
+    tied_misfit,
+)
+from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
+from parallelize.stages import SPLIT_BACKWARD
 
 
 @dataclass(frozen=True)
@@ -19,45 +27,18 @@ class Rule:
     reason: Callable[[JobConfig, Degrees], str]
 
 
-def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """Sequences of one optimizer step: as set, or one micro-batch on every batch rank."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    return config.training.local_batch_size * degrees.batch_ranks
-
-
-def _sizes(config: JobConfig) -> Any:
-    """The model's configuration: n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers."""
-    from models import MODELS
-
-    return MODELS[config.model.name][1][config.model.flavor]
-
-
-def _sequence_unit(config: JobConfig, degrees: Degrees) -> int:
-    """What a sequence has to be a multiple of."""
-    parallelism, unit = config.parallelism, degrees.cp
-    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
-        unit *= 2
-    return math.lcm(unit, degrees.cp * degrees.tp) if parallelism.sequence_parallel else unit
-
-
-def _near_multiples(size: int, unit: int) -> str:
-    below = size // unit * unit
-    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
-
-
 def _splits(what: str, attribute: str) -> Rule:
     """tp has to divide one of the model's sizes."""
 
     def divisors(config: JobConfig) -> str:
-        size = getattr(_sizes(config), attribute)
+        size = getattr(sizes_of(config), attribute)
         return ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0 and degree <= 64)
 
     return Rule(
         "parallelism.tensor_parallel_degree",
-        lambda config, degrees: getattr(_sizes(config), attribute) % degrees.tp != 0,
+        lambda config, degrees: getattr(sizes_of(config), attribute) % degrees.tp != 0,
         lambda config, degrees: (
-            f"{config.model.name} {config.model.flavor} has {getattr(_sizes(config), attribute)} {what}, "
+            f"{config.model.name} {config.model.flavor} has {getattr(sizes_of(config), attribute)} {what}, "
             f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors(config)}"
         ),
     )
@@ -66,17 +47,17 @@ def _splits(what: str, attribute: str) -> Rule:
 def _divides_sequence(key: str, length: Callable[[JobConfig], int | None]) -> Rule:
     return Rule(
         key,
-        lambda config, degrees: (length(config) or 0) % _sequence_unit(config, degrees) != 0,
+        lambda config, degrees: (length(config) or 0) % sequence_unit(config, degrees) != 0,
         lambda config, degrees: (
-            f"with {degrees} a sequence must be a multiple of {_sequence_unit(config, degrees)} tokens: "
-            f"{_near_multiples(length(config) or 0, _sequence_unit(config, degrees))} would be"
+            f"with {degrees} a sequence must be a multiple of {sequence_unit(config, degrees)} tokens: "
+            f"{near_multiples(length(config) or 0, sequence_unit(config, degrees))} would be"
         ),
     )
 
 
 def _ulysses_heads(config: JobConfig, degrees: Degrees) -> tuple[int, int]:
     """Heads and key/value heads of one tensor parallel rank."""
-    sizes = _sizes(config)
+    sizes = sizes_of(config)
     return sizes.n_heads // degrees.tp, sizes.n_kv_heads // degrees.tp
 
 
@@ -95,96 +76,7 @@ def _pipeline(key: str, misfit: Callable[[JobConfig, Degrees], str]) -> Rule:
     return _misfit(f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else "")
 
 
-def _stages_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from parallelize.pipeline import ONE_STAGE, V_SHAPED, number_of_stages
-
-    parallelism, pp = config.parallelism, degrees.pp
-    stages, schedule = number_of_stages(parallelism, _sizes(config).n_layers), parallelism.pipeline_parallel_schedule
-    if schedule in ONE_STAGE:
-        wanted = "" if stages == pp else f"one stage a rank: {pp}"
-    elif schedule in V_SHAPED:
-        wanted = "" if stages == 2 * pp else f"two stages a rank: {2 * pp}"
-    else:
-        wanted = "" if stages % pp == 0 and stages >= 2 * pp else f"two or more stages a rank: {2 * pp}, {3 * pp}, ..."
-    if not wanted:
-        return ""
-    return f"it needs {wanted}, not {stages} (pipeline_parallel_layers_per_stage, module_fqns_per_model_part)"
-
-
-def _layers_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from parallelize.pipeline import layers_of_stages, number_of_stages
-
-    if config.parallelism.module_fqns_per_model_part:
-        return ""
-    layers = _sizes(config).n_layers
-    counts = layers_of_stages(config.parallelism, layers)
-    # The ends have the embedding and the head: they may do without a layer.
-    if min(counts[0], counts[-1]) >= 0 and min(counts[1:-1], default=1) > 0:
-        return ""
-    stages = number_of_stages(config.parallelism, layers)
-    return (
-        f"{layers} layers are too few for {stages} stages, with first_stage_less_layers = "
-        f"{config.parallelism.pipeline_parallel_first_stage_less_layers} and last_stage_less_layers = "
-        f"{config.parallelism.pipeline_parallel_last_stage_less_layers}; fewer stages, or 0 for these, would do"
-    )
-
-
-def _modules_misfit(config: JobConfig, degrees: Degrees) -> str:
-    given = config.parallelism.module_fqns_per_model_part
-    if not given:
-        return ""
-    layers = [f"layers.{layer}" for layer in range(_sizes(config).n_layers)]
-    wanted, listed = ["tok_embeddings", *layers, "norm", "output"], [name for stage in given for name in stage]
-    if listed == wanted and all(given):
-        return ""
-    wrong = [name for name in listed if name not in wanted] or [name for name in wanted if listed.count(name) != 1]
-    return f"every module has to be in one stage, in the model's order; look at {', '.join(wrong) or 'their order'}"
-
-
-def _micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from parallelize.pipeline import number_of_stages
-
-    local, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
-    if local % size:
-        return f"training.local_batch_size = {local} is no multiple; {_near_multiples(local, size)} would be"
-    count, schedule = local // size, config.parallelism.pipeline_parallel_schedule
-    stages = number_of_stages(config.parallelism, _sizes(config).n_layers)
-    makes = f"training.local_batch_size = {local} makes {count} micro-batches, but {schedule} needs"
-    if schedule in ("1F1B", "DualPipeV") and count < stages:
-        return f"{makes} as many as stages, {stages}"
-    rounds = max(1, count // degrees.pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-        return f"{makes} a multiple of {rounds}: {_near_multiples(count, degrees.pp)} would be"
-    return ""
-
-
-def _reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from parallelize.pipeline import SPLIT_BACKWARD
-
-    parallelism = config.parallelism
-    sharded = degrees.dp_shard * degrees.cp > 1 or degrees.dp_replicate > 1
-    if not (sharded and parallelism.fsdp_reshard_after_forward == "always"):
-        return ""
-    if parallelism.pipeline_parallel_schedule not in SPLIT_BACKWARD:
-        return ""
-    return (
-        f"{parallelism.pipeline_parallel_schedule} computes gradients of weights after those of inputs, and torch then "
-        'finds the weights freed: gradients would be wrong without an error; "default" or "never" would do'
-    )
-
-
-def _tied_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not _sizes(config).tie_embeddings:
-        return ""
-    return (
-        f"{config.model.name} {config.model.flavor} ties its embedding to its head, which would be in different "
-        "stages, each with a table of its own; data, tensor and context parallel keep them tied"
-    )
-
-
 def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from parallelize.pipeline import SPLIT_BACKWARD
-
     checkpointing, compiled = config.activation_checkpoint, config.compile
     if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
         return ""
@@ -227,7 +119,7 @@ def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
 def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.model.converters or config.quantize.linear.float8.emulate:
         return ""
-    sizes = _sizes(config)
+    sizes = sizes_of(config)
     split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
     widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
     widths |= {"dim": sizes.dim, "ffn_dim": sizes.ffn_dim // degrees.tp}
@@ -240,12 +132,12 @@ RULES = [
     _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
     _misfit("model.converters", _float8_misfit),
     _misfit("compile.backend", _backend_misfit),
-    _pipeline("pipeline_parallel_schedule", _stages_misfit),
-    _pipeline("pipeline_parallel_degree", _layers_misfit),
-    _pipeline("module_fqns_per_model_part", _modules_misfit),
-    _pipeline("pipeline_parallel_microbatch_size", _micro_batches_misfit),
-    _pipeline("fsdp_reshard_after_forward", _reshard_misfit),
-    _pipeline("pipeline_parallel_degree", _tied_misfit),
+    _pipeline("pipeline_parallel_schedule", stages_misfit),
+    _pipeline("pipeline_parallel_degree", layers_misfit),
+    _pipeline("module_fqns_per_model_part", modules_misfit),
+    _pipeline("pipeline_parallel_microbatch_size", micro_batches_misfit),
+    _pipeline("fsdp_reshard_after_forward", reshard_misfit),
+    _pipeline("pipeline_parallel_degree", tied_misfit),
     _splits("key/value heads", "n_kv_heads"),
     _splits("feed-forward columns", "ffn_dim"),
     _splits("rows in its vocabulary", "vocab_size"),
@@ -285,9 +177,7 @@ RULES = [
         lambda config, degrees: (
             f"not a multiple of training.local_batch_size = {config.training.local_batch_size} x "
             f"{degrees.batch_ranks} batch ranks; "
-            + _near_multiples(
-                global_batch_size(config, degrees), config.training.local_batch_size * degrees.batch_ranks
-            )
+            + near_multiples(global_batch_size(config, degrees), config.training.local_batch_size * degrees.batch_ranks)
             + " would be"
         ),
     ),

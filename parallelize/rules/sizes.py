@@ -1,0 +1,34 @@
+"""Sizes that rules speak of."""
+
+import math
+from typing import Any
+
+from components.config import JobConfig
+from parallelize.mesh import Degrees
+
+
+def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
+    """Sequences of one optimizer step: as set, or one micro-batch on every batch rank."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    return config.training.local_batch_size * degrees.batch_ranks
+
+
+def sizes_of(config: JobConfig) -> Any:
+    """The model's configuration: n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers."""
+    from models import MODELS
+
+    return MODELS[config.model.name][1][config.model.flavor]
+
+
+def sequence_unit(config: JobConfig, degrees: Degrees) -> int:
+    """What a sequence has to be a multiple of."""
+    parallelism, unit = config.parallelism, degrees.cp
+    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
+        unit *= 2
+    return math.lcm(unit, degrees.cp * degrees.tp) if parallelism.sequence_parallel else unit
+
+
+def near_multiples(size: int, unit: int) -> str:
+    below = size // unit * unit
+    return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
