@@ -286,6 +286,12 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
             "parallelism.context_parallel_rotate_method",
         ),
         (
+            "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0",
+            "activation_checkpoint.selective_ac_option",
+        ),
+        ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
+        ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
+        (
             "--validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
             "validation.held_out_fraction",
         ),

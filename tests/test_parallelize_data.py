@@ -153,14 +153,14 @@ def test_harness_without_a_fault_is_green() -> None:
 TENSOR, CONTEXT = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 CHAINS = {
     "data parallel": ["one", "fsdp 2 default", "ddp 2", "hsdp 2x2", "fsdp 3 default", "fsdp 2 always", "one"],
-    "all axes": ["fsdp 2 default", "tp 2", "pp 2", "cp 2", "fsdp 2 tp 2 cp 2", "pp 2 tp 2", "one"],
+    "all axes": ["fsdp 2 default", "tp 2", "pp 2", "cp 2", "fsdp 2 tp 2 cp 2", "2 2 2 2", "one"],
 }
 MORE_LAYOUTS = LAYOUTS | {
     "one": (1, ()),
     "tp 2": (2, (TENSOR, "2")),
     "cp 2": (2, (CONTEXT, "2")),
     "pp 2": (2, ("--parallelism.pipeline_parallel_degree", "2")),
-    "pp 2 tp 2": (4, ("--parallelism.pipeline_parallel_degree", "2", TENSOR, "2")),
+    "2 2 2 2": (16, ("--parallelism.pipeline_parallel_degree", "2", SHARD, "2", TENSOR, "2", CONTEXT, "2")),
     "fsdp 2 tp 2 cp 2": (8, (SHARD, "2", TENSOR, "2", CONTEXT, "2")),
 }
 

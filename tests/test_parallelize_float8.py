@@ -112,8 +112,3 @@ def test_a_device_without_float8_is_named() -> None:
             check_device(config, capability)
     check_device(config, (9, 0))
     check_device(load_config(list(FLOAT8)), None)
-
-
-def test_settings_without_the_converter_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'needs model.converters = \["quantize.linear.float8"\]'):
-        load_config(["--quantize.linear.float8.emulate", "true"])

@@ -28,7 +28,7 @@ _NOT_YET = "not available yet"
 _EXPERTS = "there are no mixture-of-experts models here"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
 _BUDGET = 'memory budgets are not available; activation_checkpoint.mode = "selective" saves a part'
-_TENSORWISE = "weights are gathered in the precision of training.mixed_precision_param"
+_GATHERED = "weights are gathered in the precision of training.mixed_precision_param"
 _MX = "MX formats are not available"
 
 UNAVAILABLE: dict[str, Unavailable] = {
@@ -57,8 +57,8 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _EXPERTS),
     "activation_checkpoint.memory_budget": Unavailable(0.5, _BUDGET),
     "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _BUDGET),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _TENSORWISE),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _TENSORWISE),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _GATHERED),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _GATHERED),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX),
     "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX),
     "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX),
