@@ -102,19 +102,29 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions (arXiv:2305.13245)."""
+    """Grouped-query attention with rotary positions (arXiv:2305.13245).
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    With qk_norm_eps, queries and keys are normed before they are rotated, each head by itself (arXiv:2302.05442).
+    """
+
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = self.k_norm = None
+        if qk_norm_eps is not None:
+            self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=qk_norm_eps) for _ in range(2))
         self.core = AttentionCore()
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         q, k, v = (projection(x_BSD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         return self.wo(out_BHSK.transpose(1, 2).flatten(2))

@@ -37,15 +37,15 @@ def _in(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-def models_of(known: set[str]) -> set[str]:
-    """Families: every module of models/ but the shared layers."""
-    return {name for name in known if _in(name, "models")} - {"models", "models.layers", "models.loss"}
+def models_of(files: dict[str, str]) -> set[str]:
+    """Families: every module of models/ that has a MODEL."""
+    return {name for name, source in files.items() if _in(name, "models") and "\nMODEL = " in source}
 
 
 def broken(files: dict[str, str]) -> list[str]:
     """Every import that the table forbids."""
     known = set(files)
-    families = models_of(known)
+    families = models_of(files)
     found = []
     for module, source in files.items():
         for name in imports(module, source, known):

@@ -1,4 +1,4 @@
-"""The model against Hugging Face's, on small random configurations: everything later is proven equal to this model."""
+"""The models against Hugging Face's, on small random configurations: everything later is proven equal to these."""
 
 from typing import Any
 
@@ -7,8 +7,11 @@ import torch
 from torch import Tensor
 
 from components.init import initialize_weights
+from models import MODELS, qwen3
 from models.layers import RopeScaling
 from models.llama import FLAVORS, Llama, LlamaConfig
+from models.qwen3 import Qwen3Config
+from models.transformer import Transformer, TransformerConfig
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,6 +21,8 @@ NAMES = {
     "attention.wk": "self_attn.k_proj",
     "attention.wv": "self_attn.v_proj",
     "attention.wo": "self_attn.o_proj",
+    "attention.q_norm": "self_attn.q_norm",
+    "attention.k_norm": "self_attn.k_norm",
     "feed_forward.w1": "mlp.gate_proj",
     "feed_forward.w2": "mlp.down_proj",
     "feed_forward.w3": "mlp.up_proj",
@@ -25,6 +30,7 @@ NAMES = {
     "ffn_norm": "post_attention_layernorm",
 }
 
+QWEN3 = {"n_heads": 4, "head_size": 24}
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"n_kv_heads": 1},
@@ -32,6 +38,8 @@ CASES: dict[str, dict[str, Any]] = {
     "scaled rotary": {"rope_scaling": RopeScaling(factor=8.0, original_max_position=32)},
     "tied": {"tie_embeddings": True},
     "tied and scaled": {"tie_embeddings": True, "rope_scaling": RopeScaling(factor=32.0, original_max_position=16)},
+    "qwen3": {"family": "qwen3", **QWEN3},
+    "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
 }
 
 
@@ -42,8 +50,9 @@ def hugging_face_name(name: str) -> str:
     return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
 
 
-def build_pair(length: int, **changes: Any) -> tuple[Llama, torch.nn.Module]:
-    config = LlamaConfig(
+def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Transformer, torch.nn.Module]:
+    config_class: type[TransformerConfig] = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family]
+    config = config_class(
         **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
     )
     scaling = config.rope_scaling
@@ -56,12 +65,14 @@ def build_pair(length: int, **changes: Any) -> tuple[Llama, torch.nn.Module]:
             "high_freq_factor": scaling.high_freq_factor,
             "original_max_position_embeddings": scaling.original_max_position,
         }
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
+    name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
+    theirs = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(
             hidden_size=config.dim,
             num_hidden_layers=config.n_layers,
             num_attention_heads=config.n_heads,
             num_key_value_heads=config.n_kv_heads,
+            head_dim=config.head_dim,
             intermediate_size=config.ffn_dim,
             vocab_size=config.vocab_size,
             rms_norm_eps=config.norm_eps,
@@ -71,12 +82,12 @@ def build_pair(length: int, **changes: Any) -> tuple[Llama, torch.nn.Module]:
             attn_implementation="eager",
         )
     )
-    ours = Llama(config)
+    ours = MODELS[family][0](config)
     initialize_weights(ours, ours.init_std, seed=0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if "norm" in name:  # ones would hide a norm that is left out
-                parameter.add_(torch.linspace(-0.5, 0.5, config.dim))
+                parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform
             theirs.get_parameter(hugging_face_name(name)).copy_(parameter)
@@ -131,6 +142,18 @@ def test_published_sizes(flavor: str, billions: float) -> None:
     with torch.device("meta"):
         model = Llama(FLAVORS[flavor])
     assert round(sum(parameter.numel() for parameter in model.parameters()) / 1e9, 3) == billions
+
+
+@pytest.mark.parametrize(
+    ("flavor", "billions"), [("0.6B", 0.44), ("1.7B", 1.41), ("4B", 3.63), ("8B", 6.95), ("14B", 13.21), ("32B", 31.21)]
+)
+def test_published_sizes_of_qwen3(flavor: str, billions: float) -> None:
+    """Published are parameters without embedding and head: 0.44, 1.4, 3.6, 6.95, 13.2 and 31.2 billion."""
+    with torch.device("meta"):
+        model = qwen3.Qwen3(qwen3.FLAVORS[flavor])
+    ends = ("tok_embeddings.weight", "output.weight")
+    sizes = [parameter.numel() for name, parameter in model.named_parameters() if name not in ends]
+    assert round(sum(sizes) / 1e9, 2) == billions
 
 
 def test_flops_follow_the_published_formulas() -> None:

@@ -1,0 +1,116 @@
+"""A decoder-only transformer of configurable sizes: what the families share. Each family is its sizes and names."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from models.layers import Attention, AttentionMask, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of a model."""
+
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    ffn_dim: int
+    vocab_size: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    head_size: int | None = None
+    """Of each head, where it is not dim / n_heads."""
+    qk_norm: bool = False
+    """Queries and keys are normed, each head by itself, before they are rotated."""
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size or self.dim // self.n_heads
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to its input."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention = Attention(
+            config.dim, config.n_heads, config.n_kv_heads, config.head_dim, config.norm_eps if config.qk_norm else None
+        )
+        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+
+
+class Transformer(nn.Module):
+    """The model. Embedding, norm and head are None in a stage that lacks them; layers keep their names."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.mask = AttentionMask()
+        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in range(config.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output: Head | None = Head(config.dim, config.vocab_size)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Share the embedding's table with the head, where the model ties them; again after memory was given."""
+        if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
+            self.output.weight = self.tok_embeddings.weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
+
+        positions (B, S) count from 0 if not given. With document_ids (B, S) a token sees only its own document;
+        without, all that came before it in the sequence.
+        """
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
+        config = self.config
+        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
+        cos, sin = rotary_cos_sin(positions, frequencies)
+        mask = self.mask(positions, document_ids)
+        x_BSD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        for block in self.layers.values():
+            x_BSD = block(x_BSD, cos, sin, mask)
+        if self.norm is not None:
+            x_BSD = self.norm(x_BSD)
+        return x_BSD if self.output is None else self.output(x_BSD, labels)
+
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms).
+
+        0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2).
+        """
+        if "norm" in name:
+            return None
+        writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+        return 0.02 / (2 * self.config.n_layers) ** 0.5 if writes_residual else 0.02
+
+    def flops_per_token(self, seq_len: int) -> tuple[int, int]:
+        """FLOPs of forward and backward a token: attention over all pairs (PaLM), and over causal ones (Megatron).
+
+        6 N + 12 L H K S, and half the second term; N counts parameters in matrix products: the head, not the
+        embedding, and not twice where they are tied.
+        """
+        config = self.config
+        matmul = sum(parameter.numel() for name, parameter in self.named_parameters() if "norm" not in name)
+        if not config.tie_embeddings:
+            matmul -= config.vocab_size * config.dim
+        attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
+        return 6 * matmul + attention, 6 * matmul + attention // 2
