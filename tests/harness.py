@@ -44,11 +44,14 @@ import train
 from components.checkpoint import Checkpointer
 from components.config import ROOT, load_config
 from components.distributed import gather, init_distributed, leave
+from models import MODELS, qwen3
 from models.llama import FLAVORS, LlamaConfig
-from parallelize.llama import parallelize_llama  # noqa: F401 - found by its name, later
+from parallelize import parallelize_model
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
+for name in MODELS:
+    parallelize_model(name)
 for tied in (False, True):
     suffix = "_tied" if tied else ""
     FLAVORS[f"tiny{suffix}"] = LlamaConfig(
@@ -56,6 +59,16 @@ for tied in (False, True):
     )
     FLAVORS[f"many_heads{suffix}"] = replace(FLAVORS[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
     FLAVORS[f"long{suffix}"] = replace(FLAVORS[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
+    sizes = {
+        "dim": 32,
+        "n_layers": 6,
+        "n_heads": 16,
+        "n_kv_heads": 4,
+        "head_size": 8,
+        "ffn_dim": 64,
+        "vocab_size": 4096,
+    }
+    qwen3.FLAVORS[f"long{suffix}"] = qwen3.Qwen3Config(**sizes, tie_embeddings=tied)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.

@@ -50,10 +50,11 @@ AXES: dict[str, tuple[str, ...]] = {
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
     "tied": ("false", "true"),
+    "model": ("llama", "qwen3"),
     "checkpointing": ("none", "full", "2", "op"),
     "compile": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "tied", "checkpointing", "compile")
+SIDE_AXES = ("reshard", "accumulation", "tied", "model", "checkpointing", "compile")
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
@@ -105,9 +106,10 @@ class Layout:
 
     def run(self) -> tuple[str, ...]:
         """Settings that decide the run: one process has them too. Pipelines have a model with more layers."""
-        flavor = ("many_heads" if self["pp"] == "1" else "long") + ("_tied" if self["tied"] == "true" else "")
+        flavor = "many_heads" if self["pp"] == "1" and self["model"] == "llama" else "long"
         return (
-            *("--model.flavor", flavor, "--training.document_mask", self["document_mask"]),
+            *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
+            *("--training.document_mask", self["document_mask"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
         )
 

@@ -18,7 +18,7 @@ from models.llama import FLAVORS, Llama
 from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
-from parallelize.tensor import apply_tensor_parallel, vocabulary_parallel_cross_entropy
+from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -71,8 +71,8 @@ def test_a_stage_may_lack_the_ends_of_the_model(two_ranks: None) -> None:
     apply_tensor_parallel(model, mesh_of_two(), llama_tp_plan(Parallelism()))
 
 
-def compare_losses(run: train.Run) -> list[float]:
-    """Worst relative error of the loss, and of the gradients of hidden states and weights, on any rank."""
+def compare_losses(run: train.Run, split_loss: Any) -> list[float]:
+    """Relative errors of the loss, and of the gradients of hidden states and weights."""
     mesh, generator = run.mesh["tp"], torch.Generator().manual_seed(0)
     hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
     weights = torch.randn(20, 16, generator=generator, requires_grad=True)
@@ -81,8 +81,7 @@ def compare_losses(run: train.Run) -> list[float]:
     plain = F.cross_entropy(hidden @ weights.T, labels, reduction="sum")
     expected = [plain, *torch.autograd.grad(plain, (hidden, weights))]
     rows = weights.detach().chunk(mesh.size())[mesh.get_local_rank()].requires_grad_()
-    split = functools.partial(vocabulary_parallel_cross_entropy, mesh=mesh)
-    loss = linear_cross_entropy(hidden[None], rows, labels[None], split)
+    loss = linear_cross_entropy(hidden[None], rows, labels[None], functools.partial(split_loss, mesh=mesh))
     of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
     dist.all_reduce(of_hidden, group=mesh.get_group())
     parts = [torch.empty_like(of_rows) for _ in range(mesh.size())]
@@ -92,10 +91,12 @@ def compare_losses(run: train.Run) -> list[float]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_loss_split_by_vocabulary_has_the_plain_gradients(ranks: int) -> None:
+@pytest.mark.parametrize("loss", [vocabulary_parallel_cross_entropy, gathered_cross_entropy])
+def test_loss_split_by_vocabulary_has_the_plain_gradients(loss: Any, ranks: int) -> None:
     """Pitfall: a vocabulary-parallel loss that is right while its gradients are not."""
     layout = ("--parallelism.tensor_parallel_degree", str(ranks), "--model.flavor", "many_heads")
-    assert max(observe(*layout, ranks=ranks, steps=0, at_end=compare_losses).extra) < 1e-6
+    compare = functools.partial(compare_losses, split_loss=loss)
+    assert max(observe(*layout, ranks=ranks, steps=0, at_end=compare).extra) < 1e-6
 
 
 def norms_differ(run: train.Run) -> list[str]:

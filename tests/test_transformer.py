@@ -11,7 +11,7 @@ from models import MODELS, qwen3
 from models.layers import RopeScaling
 from models.llama import FLAVORS, Llama, LlamaConfig
 from models.qwen3 import Qwen3Config
-from models.transformer import Transformer, TransformerConfig
+from models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
 
@@ -51,7 +51,7 @@ def hugging_face_name(name: str) -> str:
 
 
 def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Transformer, torch.nn.Module]:
-    config_class: type[TransformerConfig] = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family]
+    config_class: Any = LlamaConfig if family == "llama" else Qwen3Config
     config = config_class(
         **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
     )
