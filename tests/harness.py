@@ -44,31 +44,21 @@ import train
 from components.checkpoint import Checkpointer
 from components.config import ROOT, load_config
 from components.distributed import gather, init_distributed, leave
-from models import MODELS, qwen3
+from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
 from parallelize import parallelize_model
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
-for name in MODELS:
+for name, (_, flavors) in MODELS.items():
     parallelize_model(name)
-for tied in (False, True):
-    suffix = "_tied" if tied else ""
-    FLAVORS[f"tiny{suffix}"] = LlamaConfig(
-        dim=64, n_layers=2, n_heads=4, n_kv_heads=2, ffn_dim=128, vocab_size=4096, tie_embeddings=tied
-    )
-    FLAVORS[f"many_heads{suffix}"] = replace(FLAVORS[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
-    FLAVORS[f"long{suffix}"] = replace(FLAVORS[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
-    sizes = {
-        "dim": 32,
-        "n_layers": 6,
-        "n_heads": 16,
-        "n_kv_heads": 4,
-        "head_size": 8,
-        "ffn_dim": 64,
-        "vocab_size": 4096,
-    }
-    qwen3.FLAVORS[f"long{suffix}"] = qwen3.Qwen3Config(**sizes, tie_embeddings=tied)
+    debug = flavors["debug"]
+    tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
+    for tied in (False, True):
+        suffix = "_tied" if tied else ""
+        flavors[f"tiny{suffix}"] = replace(tiny, ffn_dim=128, vocab_size=4096, tie_embeddings=tied)
+        flavors[f"many_heads{suffix}"] = replace(flavors[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
+        flavors[f"long{suffix}"] = replace(flavors[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ROOT, ConfigError, load_config
+from models import MODELS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from tests import composition
@@ -50,7 +51,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
     "tied": ("false", "true"),
-    "model": ("llama", "qwen3"),
+    "model": tuple(MODELS),
     "checkpointing": ("none", "full", "2", "op"),
     "compile": ("false", "true"),
 }
@@ -106,7 +107,7 @@ class Layout:
 
     def run(self) -> tuple[str, ...]:
         """Settings that decide the run: one process has them too. Pipelines have a model with more layers."""
-        flavor = "many_heads" if self["pp"] == "1" and self["model"] == "llama" else "long"
+        flavor = "many_heads" if self["pp"] == "1" else "long"
         return (
             *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
             *("--training.document_mask", self["document_mask"]),

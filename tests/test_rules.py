@@ -194,7 +194,7 @@ def test_a_degree_that_was_set_is_used() -> None:
 
 
 def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'model.name = "lama": not one of llama; did you mean llama\?'):
+    with pytest.raises(ConfigError, match=r'model.name = "lama": not one of llama, qwen3; did you mean llama\?'):
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))
