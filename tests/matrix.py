@@ -98,6 +98,11 @@ class Layout:
         replicas, shards = self._data_parallel()
         return replicas * shards * int(self["tp"]) * int(self["cp"]) * int(self["pp"])
 
+    @property
+    def cost(self) -> int:
+        """About how long it takes: compiling takes several times as long as the rest."""
+        return 1 + self.ranks * (5 if self["compile"] == "true" else 1)
+
     def _data_parallel(self) -> tuple[int, int]:
         kind, _, sizes = self["dp"].partition(" ")
         if kind == "hsdp":
@@ -216,7 +221,7 @@ def pairs() -> list[tuple[tuple[str, str], ...]]:
     ]
 
 
-def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 60) -> list[Layout]:
+def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 200) -> list[Layout]:
     """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
 
     For one missing pair after another, the layout that has most of the missing ones for its ranks.
@@ -230,7 +235,7 @@ def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 60) -> list
         few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
         fitting = [each for each in few if not each.refusal()]
         if fitting:
-            chosen.append(max(fitting, key=lambda each: len(worth[each]) / (1 + each.ranks)))
+            chosen.append(max(fitting, key=lambda each: len(worth[each]) / each.cost))
             missing -= worth[chosen[-1]]
     return chosen
 

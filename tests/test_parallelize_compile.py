@@ -27,6 +27,7 @@ def test_compiled_layout_is_the_run_of_one_process(layout: str, more: tuple[str,
     assert not broken_bars(observed, reference(layout))
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="inductor cannot link with a torch whose path has a space")
 @pytest.mark.parametrize("layout", ["one", "tp 2"])
 def test_inductor_gives_the_same_run(layout: str) -> None:
     """Compiled against compiled, and both against eager: its kernels round otherwise."""

@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import importlib.util
 import re
+import types
 from typing import Any
 
 import pytest
+import torch
 
 from components.config import ConfigError, JobConfig, load_config
 from models.llama import FLAVORS
@@ -151,6 +154,8 @@ def test_every_rule_has_a_case() -> None:
 
 @each([case for case in CASES if case.without])
 def test_what_would_happen_without_the_rule(case: Refused) -> None:
+    if "--compile.enable" in case.layout and " " in torch.__file__:
+        pytest.skip("inductor cannot link with a torch whose path has a space")
     plain = functools.partial(plant, case.model, without_rules=True)
     reference = observe("--model.flavor", "changed", *case.run, mutate=plain, steps=2)
     try:
@@ -209,6 +214,15 @@ def test_what_a_device_lacks_is_named() -> None:
         "enable_async_tensor_parallel",
     ]
     check_device(config, (9, 0))
+
+
+def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin="/a clone/torch"))
+    with pytest.raises(ConfigError, match=r"cannot link with a torch whose path has a space: /a clone/torch"):
+        check_device(config_of(*COMPILE), None)
+    check_device(config_of(*COMPILE), (9, 0))
+    check_device(config_of(*COMPILE, "--compile.backend", "aot_eager"), None)
+    check_device(config_of(), None)
 
 
 def test_tensor_parallel_over_nodes_is_warned_of() -> None:

@@ -1,6 +1,7 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
 import difflib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -194,12 +195,17 @@ def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
     """Raises ConfigError for settings that the device has not; cuda: its compute capability, None on the CPU."""
     float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
+    spec = importlib.util.find_spec("torch")
+    torch_path = str(spec.origin if spec else "")
+    inductor = config.compile.enable and config.compile.backend == "inductor"
     wrong = {
+        "compile.backend": inductor and cuda is None and " " in torch_path,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
         "model.converters": float8 and (cuda is None or cuda < (8, 9)),
     }
     reasons = {
+        "compile.backend": f"on the CPU it cannot link with a torch whose path has a space: {torch_path}",
         "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
         "parallelism.enable_async_tensor_parallel": "it needs CUDA",
         "model.converters": "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
