@@ -43,7 +43,7 @@ def _keep_costly_results() -> Any:
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if operation in _PRODUCTS:
             products[context.is_recompute] += 1
-            return CheckpointPolicy(_keep(products[context.is_recompute] % 2 == 1))
+            return _keep(products[context.is_recompute] % 2 == 1)
         return _keep(operation in _KEPT)
 
     return create_selective_checkpoint_contexts(policy)

@@ -9,6 +9,8 @@ from torch import nn
 
 from components.config import Float8, Model
 
+FLOAT8 = "quantize.linear.float8"
+
 
 def apply_float8(model: nn.Module, model_config: Model, config: Float8) -> None:
     """Swap the linear modules of every layer for torchao's."""
@@ -23,6 +25,3 @@ def apply_float8(model: nn.Module, model_config: Model, config: Float8) -> None:
     convert_to_float8_training(
         model.get_submodule("layers"), module_filter_fn=is_converted, config=replace(recipe, emulate=config.emulate)
     )
-
-
-FLOAT8 = "quantize.linear.float8"

@@ -9,6 +9,7 @@ take none. A rank does its actions in the schedule's order, each as soon as what
 import argparse
 import itertools
 import re
+import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,13 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from components.config import Parallelism
 from parallelize.stages import ONE_STAGE, V_SHAPED
 
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
 Step = tuple[Action, ...]
 """One action, or a forward and a backward that torch runs as one: nobody has their results before both are done."""
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+SCHEDULES: tuple[str, ...] = typing.get_args(typing.get_type_hints(Parallelism)["pipeline_parallel_schedule"])
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def _needed(step: Step, last: int) -> Iterator[Action]:
 
 
 def idle(boxes: list[Box]) -> float:
-    """Idle time over working time, of the busiest stretch from first to last action of all ranks."""
+    """Idle time over working time, of all ranks from the first action of any to the last."""
     ranks = 1 + max(box.rank for box in boxes)
     return max(box.end for box in boxes) * ranks / sum(box.end - box.start for box in boxes) - 1
 

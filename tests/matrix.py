@@ -220,7 +220,6 @@ def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 120) -> lis
     """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
 
     None is compiled, which takes several times as long: tests/test_parallelize_compile.py compiles under every axis.
-
     For one missing pair after another, the layout that has most of the missing ones for its ranks.
     """
     wanted = [pair for pair in pairs() if ("compile", "true") not in pair]
@@ -300,10 +299,10 @@ def main(argv: list[str]) -> int:
     else:
         chosen = main_layouts() if options.all else spread(options.seed)
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    if not options.resume:
-        options.results.unlink(missing_ok=True)
-    done = {tuple(row["layout"].items()) for row in composition.read(options.results) if row["verdict"] == "proven"}
-    chosen = [each for each in chosen if each.cell not in done]
+    if options.resume:
+        rows = composition.read(options.results)
+        done = {tuple(row["layout"].items()) for row in rows if row["verdict"] == "proven"}
+        chosen = [each for each in chosen if each.cell not in done]
     counts: dict[str, int] = {}
     started = time.perf_counter()
     with open(options.results, "a", encoding="utf-8") as file:
