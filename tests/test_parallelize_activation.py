@@ -1,8 +1,12 @@
 """Activation checkpointing changes memory, and not a bit of anything else."""
 
 import functools
+from collections import Counter
+from typing import Any
 
 import pytest
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from models.llama import FLAVORS
@@ -61,6 +65,44 @@ def test_memory_is_that_of_what_is_kept(mode: str) -> None:
     }[mode]
     expected = 4 * (tokens * (kept + 3 * sizes.dim) + sizes.vocab_size * sizes.dim)
     assert found == pytest.approx(expected, rel=0.15), found / expected
+
+
+class Operations(TorchDispatchMode):
+    """How often each operation runs on local tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it comes again, as what it does to local tensors
+        self.counts[str(function).partition(".default")[0]] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of_a_step(run: train.Run) -> Counter[str]:
+    batches = train.micro_batches(run)
+    with Operations() as operations:
+        train.train_step(run, batches, train.valid_tokens(run))
+    return operations.counts
+
+
+def test_attention_and_messages_are_not_computed_again_per_operation() -> None:
+    """And every second product of the seven of a layer is; full runs all of them again."""
+    layout = (*LONG, "--parallelism.tensor_parallel_degree", "2")
+    none, per_operation, full = (
+        observe(*layout, *MODES.get(mode, ()), ranks=2, steps=1, at_end=operations_of_a_step).extra
+        for mode in ("none", "per operation", "full")
+    )
+    layers = FLAVORS["deep"].n_layers
+    attention = "aten._scaled_dot_product_flash_attention_for_cpu"
+    assert (none[attention], per_operation[attention], full[attention]) == (layers, layers, 2 * layers)
+    assert per_operation["aten.mm"] - none["aten.mm"] == 3 * layers
+    assert full["aten.mm"] - none["aten.mm"] == 7 * layers
+    for name in none:
+        if name.startswith("_c10d_functional.") and "_into_tensor" in name:
+            assert per_operation[name] == none[name] < full[name], name
 
 
 def names_and_weights(run: train.Run) -> list[str]:
