@@ -29,7 +29,8 @@ from components.init import initialize_weights
 from components.metrics import Metrics, lock_folder
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
 from components.profiling import profiling
-from models import MODELS
+from components.weights import export, load_weights
+from models import MODELS, meta_model
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
@@ -109,9 +110,7 @@ class Run:
 
 def build_model(config: JobConfig, mesh: Mesh, device: torch.device) -> tuple[list[nn.Module], tuple[int, int]]:
     """The stages that this rank holds, with their weights at step 0; and the whole model's FLOPs a token."""
-    model_class, flavors = MODELS[config.model.name]
-    with torch.device("meta"):
-        model = model_class(flavors[config.model.flavor])
+    model = meta_model(config.model.name, config.model.flavor)
     flops_per_token = model.flops_per_token(config.training.seq_len)
     stages = parallelize_model(config.model.name)(model, mesh, config)
     for stage in stages:
@@ -152,7 +151,10 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     checkpoint = run.config.checkpoint
     state = checkpointer.load(checkpoint.load_step) if checkpoint.enable else None
     if state is None and checkpoint.initial_load_path:
-        state = checkpointer.load_initial()
+        if checkpoint.initial_load_in_hf:
+            load_weights(run.stages, Path(checkpoint.initial_load_path))
+        else:
+            state = checkpointer.load_initial()
         if state is None and dist.get_rank() == 0:
             print(f"weights from {checkpoint.initial_load_path}", flush=True)
     if state is None:
@@ -337,7 +339,13 @@ def main(argv: list[str]) -> int:
         print(describe_memory(run.parameters, run.pipeline.micro_batches if run.pipeline else run.accumulation))
         print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
     try:
-        return train(run, metrics, checkpointer)
+        code = train(run, metrics, checkpointer)
+        if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
+            saved, target = checkpointer.folder / f"step-{run.step}", dump_folder / "hugging_face"
+            dtype = getattr(torch, config.checkpoint.export_dtype)
+            model = meta_model(config.model.name, config.model.flavor)
+            export(model, saved, target, config.model.hf_assets_path, dtype)
+        return code
     except SystemExit:  # on every rank at the same step
         checkpointer.wait()
         raise

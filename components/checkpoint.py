@@ -104,12 +104,12 @@ class Checkpointer:
         steps = self._together(self._tidy, first_only=True)[0]
         if step != -1:
             folder = self.folder / f"step-{step}"
-            if reason := _fault(folder) or _incomplete(folder):
+            if reason := fault(folder) or _incomplete(folder):
                 there = ", ".join(str(number) for number, _ in steps) or "none"
                 raise ConfigError(f"checkpoint.load_step = {step}: {folder}: {reason}. Steps there: {there}")
             return self.load_folder(folder)
         for _, folder in reversed(steps):
-            corrupt = _fault(folder)
+            corrupt = fault(folder)
             reason = corrupt or _incomplete(folder)
             if reason is None:
                 return self.load_folder(folder)
@@ -125,10 +125,10 @@ class Checkpointer:
             ConfigError: nothing there verifies, or the tensors do not fit the model.
         """
         path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
-        steps = self._together(lambda: _steps(path), first_only=True)[0]
+        steps = self._together(lambda: steps_in(path), first_only=True)[0]
         reasons = [] if steps else [f"{path}: no step-N folder in it"]
         for folder in [folder for _, folder in reversed(steps)] or [path]:
-            reason = _fault(folder) or (None if model_only else _incomplete(folder))
+            reason = fault(folder) or (None if model_only else _incomplete(folder))
             if reason is None:
                 state = self.load_folder(folder, model_only)
                 return None if model_only else state
@@ -142,7 +142,7 @@ class Checkpointer:
         if with_optimizer:
             _allocate_state(self.optimizer)
         tensors = self._tensors(with_optimizer)
-        reader = _Reader(folder)
+        reader = Reader(folder)
         try:
             metadata = reader.read_metadata()
             # Stages of a pipeline have each their own: what none of them has is not in the model.
@@ -155,7 +155,7 @@ class Checkpointer:
         except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
             reasons = [_cause(error) for error in _failures(failure).values()]
             raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
-        return _read_json(folder / "state.json")
+        return read_json(folder / "state.json")
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         """What is saved, by layout-free names; loading writes into the same tensors."""
@@ -169,23 +169,7 @@ class Checkpointer:
         return tensors
 
     def _together(self, action: Callable[[], Any], first_only: bool = False) -> list:
-        """Run action on every rank, or on the first alone; returns every rank's result, to every rank.
-
-        Raises:
-            OSError: on every rank, if it failed on any: none is left waiting for the others.
-        """
-        value, error = None, None
-        if dist.get_rank() == 0 or not first_only:
-            try:
-                value = action()
-            except (Exception, dcp.CheckpointException) as failure:
-                own = _failures(failure).get(dist.get_rank())
-                error = _cause(own) if own else None
-        reports: list = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (value, error), group=self._group)
-        if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error]:
-            raise OSError("; ".join(errors))
-        return [value for value, _ in reports]
+        return together(action, first_only, self._group)
 
     def _save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         """All of a save but the copy; runs in the background when that is asked for."""
@@ -214,10 +198,10 @@ class Checkpointer:
 
     def _publish(self, staging: Path, target: Path, files: dict[str, list], state: dict[str, Any]) -> None:
         """Make the staged files durable, then give them their name in one rename."""
-        _write_json(staging / "state.json", state)
+        write_json(staging / "state.json", state)
         files |= {name: _digest(staging / name) for name in (".metadata", "state.json")}
-        _write_json(staging / "manifest.json", files)
-        if reason := _fault(staging, hashes=False):
+        write_json(staging / "manifest.json", files)
+        if reason := fault(staging, hashes=False):
             raise OSError(f"{reason}; do all ranks see the same folder?")
         # Once more, though torch has synced them: it flushes .metadata after its fsync.
         for path in (*staging.iterdir(), staging):
@@ -233,8 +217,8 @@ class Checkpointer:
     def _prune(self, saved: Path) -> None:
         """Keep the one just saved and the newest others that are whole; what is not ours, or torn, is left alone."""
         if self.config.keep_latest_k:
-            steps = [folder for _, folder in _steps(self.folder) if folder != saved]
-            whole = [folder for folder in steps if _fault(folder, hashes=False) is None]
+            steps = [folder for _, folder in steps_in(self.folder) if folder != saved]
+            whole = [folder for folder in steps if fault(folder, hashes=False) is None]
             for folder in whole[: max(0, len(whole) + 1 - self.config.keep_latest_k)]:
                 # Renamed first: half removed, it would look like a torn checkpoint.
                 shutil.rmtree(folder.rename(self.folder / f"{STAGING}{folder.name}"), ignore_errors=True)
@@ -249,10 +233,30 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(target)
-        return _steps(self.folder)
+        return steps_in(self.folder)
 
 
-def _steps(folder: Path) -> list[tuple[int, Path]]:
+def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
+    """Run action on every rank, or on the first alone; returns every rank's result, to every rank.
+
+    Raises:
+        OSError: on every rank, if it failed on any: none is left waiting for the others.
+    """
+    value, error = None, None
+    if dist.get_rank() == 0 or not first_only:
+        try:
+            value = action()
+        except (Exception, dcp.CheckpointException) as failure:
+            own = _failures(failure).get(dist.get_rank())
+            error = _cause(own) if own else None
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (value, error), group=group)
+    if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error]:
+        raise OSError("; ".join(errors))
+    return [value for value, _ in reports]
+
+
+def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """Folders called step-N, in the order of N."""
     if not folder.is_dir():
         return []
@@ -260,14 +264,14 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
-def _fault(folder: Path, hashes: bool = True) -> str | None:
+def fault(folder: Path, hashes: bool = True) -> str | None:
     """What is wrong with a checkpoint, the same answer on every rank; ranks share the hashing of its files.
 
     With hashes=False only this rank looks, at the sizes.
     """
     reason = None
     try:
-        files = _read_json(folder / "manifest.json")
+        files = read_json(folder / "manifest.json")
         if missing := {".metadata", "state.json"} - files.keys():
             reason = f"manifest.json does not list {', '.join(sorted(missing))}"
         for number, (name, (size, digest)) in enumerate(sorted(files.items())):
@@ -285,7 +289,7 @@ def _fault(folder: Path, hashes: bool = True) -> str | None:
 
 def _incomplete(folder: Path) -> str | None:
     """Why a run cannot be continued from a checkpoint that verifies."""
-    return "it holds only weights" if _read_json(folder / "state.json")["model_only"] else None
+    return "it holds only weights" if read_json(folder / "state.json")["model_only"] else None
 
 
 def _quarantine(folder: Path) -> None:
@@ -299,11 +303,11 @@ def _digest(path: Path) -> list:
         return [path.stat().st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=1))
 
 
-def _read_json(path: Path) -> Any:
+def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
@@ -379,7 +383,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no checkpoint needs")
 
 
-class _Reader(dcp.FileSystemReader):
+class Reader(dcp.FileSystemReader):
     """torch's reader, but for the pickle."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

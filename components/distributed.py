@@ -11,6 +11,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from components.config import ConfigError
 from components.exit_codes import ExitCode
@@ -50,6 +52,14 @@ def gather(value: object) -> list:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def own_slice(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where that begins in the full tensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset
 
 
 class StopSignal:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from components.distributed import own_slice
 
 _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what stays in a core's cache; what fills a GPU
@@ -34,10 +34,7 @@ def _key(seed: int, name: str) -> int:
 
 
 def _fill_normal(parameter: Tensor, std: float, key: int) -> None:
-    local, offset = parameter, (0,) * parameter.ndim
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local()
-        _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    local, offset = own_slice(parameter)
     if local.numel() == 0:
         return
     # Rows of the local slice are contiguous in the full tensor along its last dimension.

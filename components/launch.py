@@ -16,7 +16,7 @@ from pathlib import Path
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.exit_codes import ExitCode
 from parallelize.mesh import minimum_ranks, resolve_degrees
-from parallelize.rules import check_device, check_layout, warnings
+from parallelize.rules import check_device, check_initial_weights, check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 TRAIN = ROOT / "train.py"
@@ -114,7 +114,8 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
         raise ConfigError(_wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     _check_dump_folder(config)
     check_device(config, (9, 0) if gpus() else None)  # which one exactly, the ranks find out
-    check_layout(config, degrees)  # last: to know the model's sizes it imports torch
+    check_layout(config, degrees)  # late: to know the model's sizes it imports torch
+    check_initial_weights(config)
     return config, settings
 
 

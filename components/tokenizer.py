@@ -6,11 +6,13 @@ python -m components.tokenizer train --input assets/kjv --vocab-size 4096 --outp
 import argparse
 import base64
 import hashlib
+import itertools
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
 
@@ -63,6 +65,25 @@ class TiktokenTokenizer:
         self.vocab_size = len(ranks) + len(specials)
         self.bos_id: int | None = specials["<|begin_of_text|>"]
         self.eos_id: int | None = specials["<|end_of_text|>"]
+
+    def to_json(self) -> Any:
+        """The same as a tokenizers.Tokenizer: what a tokenizer.json holds."""
+        import tokenizers
+        from tokenizers import models, processors
+
+        character_of = {byte: character for character, byte in _bytes_of_characters().items()}
+        ranks = self._encoding._mergeable_ranks
+        text = {token: "".join(character_of[byte] for byte in token) for token in ranks}
+        # A token is the merge of the two parts that are left when all merges before it are done.
+        parts = [(token, _merge(token, ranks)) for token in sorted(ranks, key=lambda each: ranks[each]) if token[1:]]
+        merges = [(text[pair[0]], text[pair[1]]) for _, pair in parts if len(pair) == 2]
+        vocabulary = {text[token]: rank for token, rank in ranks.items()}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+        _split_as_llama(tokenizer)
+        tokenizer.add_special_tokens(SPECIAL_TOKENS)
+        first = (SPECIAL_TOKENS[0], self.bos_id)
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+        return tokenizer
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
@@ -142,6 +163,27 @@ def fingerprint(path: str) -> str:
     return hashlib.blake2b(SPLIT_PATTERN.encode() + content, digest_size=16).hexdigest()
 
 
+def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
+    """Write the tokenizer at a path as transformers reads it; returns the first and last token for config.json."""
+    file = find_tokenizer(path)
+    tokenizer = load_tokenizer(path)
+    if isinstance(tokenizer, TiktokenTokenizer):
+        tokenizer.to_json().save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<|begin_of_text|>",
+            "eos_token": "<|end_of_text|>",
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    else:
+        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+            if (there := file.with_name(name)).exists():
+                shutil.copyfile(there, folder / name)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
+    return {name: number for name, number in ids.items() if number is not None}
+
+
 def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
     """Train a byte-level BPE on text files and write it as a rank file; vocab_size counts the special tokens too.
 
@@ -151,13 +193,10 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ConfigError(f"a vocabulary of {vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need more")
     import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
+    from tokenizers import models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated")
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
+    _split_as_llama(tokenizer)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
@@ -169,6 +208,29 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
     with output.open("wb") as file:
         for token, rank in tokens:
             file.write(base64.b64encode(bytes(byte_of[character] for character in token)) + b" %d\n" % rank)
+
+
+def _split_as_llama(tokenizer: Any) -> None:
+    """Give a tokenizers.Tokenizer the split before merging, and the bytes as printable characters."""
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
+
+    split = pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), behavior="isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+
+
+def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The parts of a token when all merges of lower rank than its own are done."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 1:
+        pairs = [ranks.get(left + right, ranks[token]) for left, right in itertools.pairwise(parts)]
+        best = min(range(len(pairs)), key=pairs.__getitem__)
+        if pairs[best] >= ranks[token]:
+            break
+        parts[best : best + 2] = [parts[best] + parts[best + 1]]
+    return parts
 
 
 def _bytes_of_characters() -> dict[str, int]:

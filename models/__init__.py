@@ -5,6 +5,16 @@ A family is a module with MODEL and FLAVORS, found by its name: there is no list
 
 import pkgutil
 from importlib import import_module
+from typing import Any
+
+import torch
 
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
 MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.items() if hasattr(module, "MODEL")}
+
+
+def meta_model(name: str, flavor: str) -> Any:
+    """The model as one device would have it, on the meta device: without memory."""
+    model_class, flavors = MODELS[name]
+    with torch.device("meta"):
+        return model_class(flavors[flavor])

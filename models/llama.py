@@ -13,10 +13,13 @@ class LlamaConfig(TransformerConfig):
     vocab_size: int = 128_256
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
+    context_length: int = 131_072
 
 
 FLAVORS = {
-    "debug": LlamaConfig(dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=4096),
+    "debug": LlamaConfig(
+        dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=4096, context_length=2048
+    ),
     "1B": LlamaConfig(
         dim=2048,
         n_layers=16,
@@ -43,6 +46,9 @@ FLAVORS = {
 
 class Llama(Transformer):
     """Llama 3."""
+
+    hf_type = "llama"
+    hf_class = "LlamaForCausalLM"
 
 
 MODEL = Llama

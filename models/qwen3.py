@@ -14,12 +14,21 @@ class Qwen3Config(TransformerConfig):
     vocab_size: int = 151_936
     norm_eps: float = 1e-6
     rope_theta: float = 1_000_000.0
+    context_length: int = 40_960
     qk_norm: bool = True
 
 
 FLAVORS = {
     "debug": Qwen3Config(
-        dim=256, n_layers=4, n_heads=8, n_kv_heads=4, head_size=64, ffn_dim=768, vocab_size=4096, tie_embeddings=True
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        head_size=64,
+        ffn_dim=768,
+        vocab_size=4096,
+        context_length=2048,
+        tie_embeddings=True,
     ),
     "0.6B": Qwen3Config(dim=1024, n_layers=28, n_heads=16, ffn_dim=3072, tie_embeddings=True),
     "1.7B": Qwen3Config(dim=2048, n_layers=28, n_heads=16, ffn_dim=6144, tie_embeddings=True),
@@ -32,6 +41,9 @@ FLAVORS = {
 
 class Qwen3(Transformer):
     """Qwen3, dense."""
+
+    hf_type = "qwen3"
+    hf_class = "Qwen3ForCausalLM"
 
 
 MODEL = Qwen3

@@ -1,10 +1,12 @@
 """A decoder-only transformer of configurable sizes: what the families share. Each family is its sizes and names."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, AttentionMask, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
 
 
@@ -20,6 +22,8 @@ class TransformerConfig:
     vocab_size: int
     norm_eps: float
     rope_theta: float
+    context_length: int
+    """Tokens that the published weights were trained for: only said on, to Hugging Face."""
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     head_size: int | None = None
@@ -51,6 +55,12 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """The model. Embedding, norm and head are None in a stage that lacks them; layers keep their names."""
+
+    hf_names: ClassVar[dict[str, str]] = NAMES
+    """Module names here -> Hugging Face's."""
+    hf_type: ClassVar[str]
+    """model_type of its config.json, and below the class that loads it."""
+    hf_class: ClassVar[str]
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -91,6 +101,24 @@ class Transformer(nn.Module):
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels)
+
+    def hf_name(self, name: str) -> str:
+        """Hugging Face's name of a parameter."""
+        return hugging_face_name(name, self.hf_names)
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json."""
+        return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}
+
+    def hf_misfits(self, given: dict[str, Any]) -> list[str]:
+        """What a config.json says otherwise than this model; but for the context length, which changes no number."""
+        ours = to_hugging_face(self.config) | {"model_type": self.hf_type}
+        try:
+            theirs = to_hugging_face(from_hugging_face(given, type(self.config)))
+        except (KeyError, TypeError, ValueError) as error:
+            return [str(error)]
+        theirs |= {"model_type": given.get("model_type"), "max_position_embeddings": self.config.context_length}
+        return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
 
     def init_std(self, name: str) -> float | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms).

@@ -61,6 +61,8 @@ for name, (_, flavors) in MODELS.items():
         flavors[f"long{suffix}"] = replace(flavors[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
+# Tensors of some MiB.
+FLAVORS["wide"] = LlamaConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1536, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.
 FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=4099)
 

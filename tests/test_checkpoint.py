@@ -396,7 +396,7 @@ def _sweep(folder: Path, world: int, step: int, before: tuple[int, ...], mode: s
                 wrong.append(f"{target.name}: published before it was whole: {found.printed}")
             if not all(re.fullmatch(r"step-\d+", name) for name in names(target)):
                 wrong.append(f"{target.name}: not cleaned by the next save: {names(target)}")
-            if torn := [path.name for path in target.glob("step-*") if checkpoint._fault(path, hashes=False)]:
+            if torn := [path.name for path in target.glob("step-*") if checkpoint.fault(path, hashes=False)]:
                 wrong.append(f"{target.name}: torn: {torn}")
             shutil.rmtree(target)
             if alive:
@@ -522,12 +522,12 @@ def test_ranks_agree_on_what_is_damaged_though_each_checks_only_some_files(tmp_p
 
 def _load_late(folder: Path) -> int | None:
     """The other rank lists folders when they have been renamed already."""
-    listed = checkpoint._steps
+    listed = checkpoint.steps_in
 
     def late(folder: Path) -> list[tuple[int, Path]]:
         return listed(folder) if dist.get_rank() == 0 else []
 
-    checkpoint._steps = late
+    checkpoint.steps_in = late
     return load(folder)
 
 
@@ -756,7 +756,7 @@ def _load_hostile(folder: Path, mark: Path, make: Callable[[Path, Path], None]) 
     """What loading it raised; the pickle would have worked."""
     make(folder, mark)
     resign(folder)
-    assert checkpoint._fault(folder) is None
+    assert checkpoint.fault(folder) is None
     error = ""
     try:
         checkpointer(folder.parent, 99, exclude_from_loading=["optimizer"]).load()
@@ -868,7 +868,7 @@ def _fail_to_publish(folder: Path, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["_write_json", "_sync"])
+@pytest.mark.parametrize("name", ["write_json", "_sync"])
 def test_all_ranks_raise_when_the_first_cannot_publish(tmp_path: Path, name: str) -> None:
     saved(tmp_path, 10, world=2)
     for outcome in run(_fail_to_publish, tmp_path, name, world=2):

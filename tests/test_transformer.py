@@ -15,21 +15,6 @@ from models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
 
-NAMES = {
-    "tok_embeddings": "model.embed_tokens",
-    "attention.wq": "self_attn.q_proj",
-    "attention.wk": "self_attn.k_proj",
-    "attention.wv": "self_attn.v_proj",
-    "attention.wo": "self_attn.o_proj",
-    "attention.q_norm": "self_attn.q_norm",
-    "attention.k_norm": "self_attn.k_norm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
-    "attention_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
 QWEN3 = {"n_heads": 4, "head_size": 24}
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
@@ -43,46 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def hugging_face_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
-    name = name.replace("output.weight", "lm_head.weight")
-    return f"model.{name}" if name.startswith(("layers.", "norm.")) else name
-
-
 def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Transformer, torch.nn.Module]:
     config_class: Any = LlamaConfig if family == "llama" else Qwen3Config
     config = config_class(
         **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
     )
-    scaling = config.rope_scaling
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if scaling:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position,
-        }
-    name = {"llama": "Llama", "qwen3": "Qwen3"}[family]
-    theirs = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(
-            hidden_size=config.dim,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.ffn_dim,
-            vocab_size=config.vocab_size,
-            rms_norm_eps=config.norm_eps,
-            max_position_embeddings=max(length, 512),
-            rope_parameters=rope,
-            tie_word_embeddings=config.tie_embeddings,
-            attn_implementation="eager",
-        )
-    )
     ours = MODELS[family][0](config)
+    given = ours.hf_config() | {"attn_implementation": "eager"}
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
     initialize_weights(ours, ours.init_std, seed=0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
@@ -90,7 +43,7 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
                 parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform
-            theirs.get_parameter(hugging_face_name(name)).copy_(parameter)
+            theirs.get_parameter(ours.hf_name(name)).copy_(parameter)
     return ours, theirs
 
 
@@ -112,7 +65,7 @@ def test_logits_and_gradients_equal_those_of_transformers(case: str, length: int
     assert relative_error(ours(tokens), logits) < 1e-5
     ours(tokens, labels).backward()
     for name, parameter in ours.named_parameters():
-        reference = theirs.get_parameter(hugging_face_name(name))
+        reference = theirs.get_parameter(ours.hf_name(name))
         assert parameter.grad is not None, name
         assert reference.grad is not None, name
         assert relative_error(parameter.grad, reference.grad) < 1e-5, name

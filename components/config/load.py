@@ -304,6 +304,18 @@ def _contradictions(config: JobConfig) -> list[str]:
         found.append(
             mistake(config, "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out")
         )
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
+        found.append(mistake(config, "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"))
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        reason = "there are only weights in a folder of Hugging Face's (initial_load_in_hf)"
+        found.append(mistake(config, "checkpoint.initial_load_model_only", reason))
+    if checkpoint.last_save_in_hf and (not checkpoint.enable or checkpoint.load_only):
+        reason = "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
+        found.append(mistake(config, "checkpoint.last_save_in_hf", reason))
+    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+        reason = "checkpoints keep float32; it is the precision of checkpoint.last_save_in_hf"
+        found.append(mistake(config, "checkpoint.export_dtype", reason))
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         found.append(mistake(config, "debug.deterministic_warn_only", "needs debug.deterministic = true"))
     for key, package in (("metrics.enable_wandb", "wandb"), ("metrics.enable_tensorboard", "tensorboard")):

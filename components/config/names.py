@@ -47,10 +47,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": Unavailable("standard", _EXPERTS),
     "checkpoint.enable_ft_dataloader_checkpoints": Unavailable(True, _TORCHFT),
-    "checkpoint.initial_load_in_hf": Unavailable(False, "Hugging Face weights are not available yet"),
-    "checkpoint.initial_load_in_hf_quantized": Unavailable(False, "Hugging Face weights are not available yet"),
-    "checkpoint.last_save_in_hf": Unavailable(False, "Hugging Face weights are not available yet"),
-    "checkpoint.export_dtype": Unavailable("float32", "weights are saved as they are trained, in float32"),
+    "checkpoint.initial_load_in_hf_quantized": Unavailable(False, "weights are loaded in 16 or 32 bits only"),
     "checkpoint.create_seed_checkpoint": Unavailable(
         False, "weights at step 0 are the same at every layout without one; leave it out"
     ),

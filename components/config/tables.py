@@ -297,8 +297,14 @@ class Checkpoint:
     """Start from this checkpoint (a step-N folder, or a folder of them) when the run has none of its own."""
     initial_load_model_only: bool = True
     """From initial_load_path take the weights only; the rest starts anew at step 0."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face's: safetensors, and config.json."""
     last_save_model_only: bool = False
     """The checkpoint of the last step holds only weights; such a run cannot be continued."""
+    last_save_in_hf: bool = False
+    """After the last step, write the weights for Hugging Face too: dump_folder/hugging_face."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10
     """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
     load_step: Annotated[int, Ge(-1)] = -1

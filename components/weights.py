@@ -1,0 +1,220 @@
+"""Weights in and out of Hugging Face's folders: safetensors, config.json and a tokenizer.
+
+    python -m components.weights export outputs/llama_debug FOLDER --dtype bfloat16
+
+writes a run's newest checkpoint (or --step N) as such a folder; checkpoint.last_save_in_hf does it at the end of a run,
+and checkpoint.initial_load_in_hf starts a run from one. Names, and the fields of config.json, are the model's own.
+"""
+
+import argparse
+import shutil
+import sys
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from components.checkpoint import Reader, fault, read_json, steps_in, together, write_json
+from components.config import ConfigError
+from components.distributed import init_distributed, own_slice, run_to_exit
+from components.exit_codes import ExitCode
+from components.tokenizer import export_tokenizer
+
+_FILE_BYTES = 5 * 2**30  # at the most, unless one tensor is larger
+
+
+class HuggingFaceModel(Protocol):
+    """What a model offers for this."""
+
+    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def hf_name(self, name: str) -> str:
+        """A parameter's name there."""
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json."""
+
+    def hf_misfits(self, given: dict[str, Any]) -> list[str]:
+        """What a config.json says otherwise."""
+
+
+class Folder:
+    """The safetensors files of a folder: one, or those that its index lists. Reads headers; tensors when asked.
+
+    Raises:
+        ConfigError: it is not such a folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from safetensors import SafetensorError, safe_open
+
+        self.path = path
+        self._files: dict[str, Any] = {}
+        index = path / "model.safetensors.index.json"
+        try:
+            names = sorted({*read_json(index)["weight_map"].values()} if index.exists() else self._all())
+            for file in names:
+                opened = safe_open(path / file, "pt")
+                if twice := self._files.keys() & set(opened.keys()):
+                    raise ConfigError(f"{path}: {min(twice)} is in {file} and in another file")
+                self._files |= dict.fromkeys(opened.keys(), opened)
+        except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not self._files:
+            raise ConfigError(f"{path}: no .safetensors file in it")
+
+    def _all(self) -> list[str]:
+        return [file.name for file in self.path.iterdir() if file.suffix == ".safetensors"]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
+        """A slice of a tensor; no more than that is read."""
+        return self._files[name].get_slice(name)[where]
+
+
+def check_weights(model: HuggingFaceModel, path: Path) -> None:
+    """Whether a folder has this (whole) model's weights.
+
+    Raises:
+        ConfigError: with every name, shape and size that does not fit.
+    """
+    wanted = {model.hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    there = Folder(path).shapes()
+    misfits = [f"{name} is missing" for name in wanted if name not in there]
+    misfits += [
+        f"{name} is {there[name]} there and {shape} here"
+        for name, shape in wanted.items()
+        if there.get(name, shape) != shape
+    ]
+    # Old files hold rotary frequencies; and some, of a model that has tied its head to the embedding, both.
+    tied = {model.hf_name("output.weight")} if model.hf_config()["tie_word_embeddings"] else set()
+    extra = sorted(there.keys() - wanted.keys() - tied)
+    misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
+    config_file = path / "config.json"
+    try:
+        given = read_json(config_file) if config_file.exists() else {}
+        misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
+    except (OSError, ValueError) as error:
+        misfits.append(f"config.json: {error}")
+    if misfits:
+        raise ConfigError([f"checkpoint.initial_load_path: {path}: {misfit}" for misfit in misfits])
+
+
+def load_weights(stages: list[nn.Module], path: Path) -> None:
+    """Fill every parameter from a folder that check_weights has passed: each rank reads only what it keeps."""
+    folder = Folder(path)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            local, offset = own_slice(parameter.detach())
+            if local.numel():
+                where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+                local.copy_(folder.read(stage.hf_name(name), where))  # type: ignore[operator]
+
+
+def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
+    """Write a checkpoint's weights as a folder that transformers loads; ranks share the files. Replaces what is there.
+
+    model is the whole one, on the meta device. Each rank holds one file's tensors at a time.
+
+    Raises:
+        OSError: on every rank, if any of them could not write; what was there before is untouched.
+    """
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
+    parts = _files(model, dtype)
+    names = [f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))]
+    if len(parts) == 1:
+        names = ["model.safetensors"]
+
+    def begin() -> None:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+
+    def write() -> None:
+        from safetensors.torch import save_file
+
+        for number in range(rank, len(parts), ranks):
+            tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
+            with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+                dcp.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
+            theirs = {model.hf_name(name): tensors.pop(f"model.{name}").to(dtype) for name in parts[number]}
+            save_file(theirs, staging / names[number], metadata={"format": "pt"})
+            (staging / names[number]).chmod(0o644)  # safetensors keeps it to its owner
+
+    def publish() -> None:
+        if len(parts) > 1:
+            where = {model.hf_name(name): file for file, part in zip(names, parts, strict=True) for name in part}
+            size = sum(p.numel() * dtype.itemsize for part in parts for p in part.values())
+            write_json(
+                staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
+            )
+        tokens = export_tokenizer(tokenizer, staging)
+        kind = str(dtype).removeprefix("torch.")
+        write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        staging.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    try:
+        together(begin, first_only=True)
+        together(write)
+        together(publish, first_only=True)
+    except OSError as error:
+        raise OSError(f"{path} could not be written: {error}") from error
+
+
+def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """Parameters by name, for each file."""
+    parts: list[dict[str, Tensor]] = []
+    size = _FILE_BYTES
+    for name, parameter in model.named_parameters():
+        bytes_of_it = parameter.numel() * dtype.itemsize
+        if size + bytes_of_it > _FILE_BYTES:
+            parts.append({})
+            size = 0
+        parts[-1][name] = parameter
+        size += bytes_of_it
+    return parts
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns an exit code. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m components.weights", description=__doc__.partition("\n")[0])
+    command = parser.add_subparsers(required=True).add_parser("export", help="a run's checkpoint for Hugging Face")
+    command.add_argument("run", type=Path, help="a run's dump_folder")
+    command.add_argument("folder", type=Path, help="what to write; must not be there")
+    command.add_argument("--step", type=int, help="the checkpoint; the newest that verifies if not given")
+    command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
+    options = parser.parse_args(argv)
+    try:
+        config = read_json(options.run / "run.json")["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{options.run}: not the dump_folder of a run: {error}") from error
+    if options.folder.exists():
+        raise ConfigError(f"{options.folder}: is there already")
+    init_distributed(300)
+    folder = options.run / config["checkpoint"]["folder"]
+    there = dict(steps_in(folder))
+    chosen = [options.step] if options.step is not None else sorted(there, reverse=True)
+    checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
+    if checkpoint is None:
+        steps = ", ".join(map(str, there)) or "none"
+        raise ConfigError(f"{folder}: no good checkpoint of step {options.step or 'any'}. Steps there: {steps}")
+    model = meta_model(config["model"]["name"], config["model"]["flavor"])
+    export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))
+    print(f"{checkpoint} -> {options.folder}")
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    from models import meta_model  # an entry point may know the models; what train.py imports does not
+
+    run_to_exit(main, sys.argv[1:])

@@ -1,0 +1,84 @@
+"""A transformer as Hugging Face knows it: names of weights, and config.json."""
+
+import re
+from typing import Any
+
+from models.layers import RopeScaling
+
+NAMES = {
+    "tok_embeddings": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.wq": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.wk": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.wv": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.wo": "model.layers.*.self_attn.o_proj",
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.ffn_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
+    "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
+    "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
+    "norm": "model.norm",
+    "output": "lm_head",
+}
+"""Module names here -> there."""
+
+FIELDS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "ffn_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "context_length": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "tie_embeddings": "tie_word_embeddings",
+}
+"""Fields of TransformerConfig -> of config.json."""
+
+_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_position": "original_max_position_embeddings",
+}
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+"""What a model here can only be."""
+
+
+def hugging_face_name(name: str, names: dict[str, str]) -> str:
+    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
+    module, _, kind = name.rpartition(".")
+    pattern = re.sub(r"\.\d+\.", ".*.", module)
+    number = re.search(r"\d+", module)
+    return f"{names[pattern]}.{kind}".replace("*", number[0] if number else "")
+
+
+def to_hugging_face(config: Any) -> dict[str, Any]:
+    """The fields of config.json that say what a TransformerConfig does."""
+    fields = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | {"head_dim": config.head_dim}
+    scaling = config.rope_scaling
+    rope = scaling and {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+    return {**_FIXED, **fields, "rope_scaling": rope}
+
+
+def from_hugging_face(given: dict[str, Any], config_class: type) -> Any:
+    """The config_class of a config.json, whose older and newer spellings of rotary settings are both read.
+
+    Raises:
+        ValueError: it asks for something that the models here have not.
+    """
+    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    asked = {name: given.get(name, value) for name, value in _FIXED.items()}
+    foreign = [f"{name} = {value}" for name, value in asked.items() if value != _FIXED[name]]
+    if kind not in ("default", "llama3"):
+        foreign.append(f"rope_type = {kind}")
+    if foreign:
+        raise ValueError(f"{', '.join(foreign)}: not available")
+    found = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
+    fields = {ours: found[theirs] for ours, theirs in FIELDS.items() if found.get(theirs) is not None}
+    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()}) if kind == "llama3" else None
+    return config_class(**fields, rope_scaling=scaling)

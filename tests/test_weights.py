@@ -1,0 +1,310 @@
+"""Weights from Hugging Face and back: the same bytes at every layout, and no rank reads or holds more than its own."""
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import train
+from components import weights
+from components.config import ConfigError, load_config
+from components.distributed import gather, own_slice
+from models import MODELS, meta_model
+from models.hugging_face import from_hugging_face
+from parallelize.rules import check_initial_weights
+from tests.harness import RECIPE, SMALL, Observation, broken_bars, observe, rewrite
+
+transformers = pytest.importorskip("transformers")
+
+PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4")
+TP = ("--parallelism.tensor_parallel_degree", "2")
+BATCH = ("--training.local_batch_size", "8", "--training.global_batch_size", "48")
+LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *PP))}
+
+
+@pytest.fixture(scope="module", params=["llama long", "llama tiny_tied", "qwen3 tiny_tied"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights in bfloat16, as transformers saves them, in several files; named after the model."""
+    name, flavor = request.param.split()
+    path = tmp_path_factory.mktemp("hub") / f"{name} {flavor}"
+    config = transformers.AutoConfig.for_model(**meta_model(name, flavor).hf_config())
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="100KB")
+    assert len([*path.glob("*.safetensors")]) > 2
+    return path
+
+
+def start_from(folder: Path, *more: str) -> tuple[str, ...]:
+    name, flavor = folder.name.split()
+    return (
+        *("--model.name", name, "--model.flavor", flavor, "--checkpoint.enable", "true", *BATCH, *more),
+        *("--checkpoint.initial_load_path", str(folder), "--checkpoint.initial_load_in_hf", "true"),
+    )
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def export(run: train.Run, checkpoint: Path, target: Path) -> list[str]:
+    weights._FILE_BYTES = 100_000
+    model = meta_model(run.config.model.name, run.config.model.flavor)
+    try:
+        weights.export(model, checkpoint, target, "assets/tokenizer", torch.bfloat16)
+    except OSError as error:
+        return gather(str(error))
+    return []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_import_and_export_keep_every_byte(folder: Path, layout: str, tmp_path: Path) -> None:
+    ranks, words = LAYOUTS[layout]
+    if "--parallelism.pipeline_parallel_degree" in words and "long" not in folder.name:
+        pytest.skip("too few layers for a pipeline")
+    target = tmp_path / "exported"
+    observe(
+        *start_from(folder, *words),
+        ranks=ranks,
+        steps=0,
+        folder=str(tmp_path / "run"),
+        at_end=partial(export, checkpoint=tmp_path / "run" / "step-0", target=target),
+    )
+    before, after = tensors(folder), tensors(target)
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype
+        assert before[name].view(torch.uint8).equal(after[name].view(torch.uint8)), name
+    assert len([*target.glob("*.safetensors")]) > 1
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(target, dtype=torch.bfloat16)
+    assert all(tensor.equal(before[name]) for name, tensor in theirs.state_dict().items() if name in before)
+
+
+def test_a_run_from_weights_is_the_same_at_every_layout(folder: Path, tmp_path: Path) -> None:
+    def run(name: str, ranks: int, *words: str) -> Observation:
+        return observe(*start_from(folder, *words), ranks=ranks, steps=3, folder=str(tmp_path / name))
+
+    one = run("one", 1)
+    assert max(abs(loss - 8.3) for loss in one.losses) < 0.2
+    assert broken_bars(run("fsdp 2, tp 2", 4, *TP), one) == {}
+    name, flavor = folder.name.split()
+    fresh = observe("--model.name", name, "--model.flavor", flavor, steps=1)
+    assert not fresh.first_weights["norm.weight"].equal(one.first_weights["layers.0.attention.wq.weight"])
+    assert any(not fresh.first_weights[name].equal(tensor) for name, tensor in one.first_weights.items())
+
+
+def test_each_rank_reads_what_it_keeps_and_holds_one_tensor_more(tmp_path: Path) -> None:
+    """Rows and columns are both split here, by tensor parallel, shards and stages."""
+    model = meta_model("llama", "wide")
+    torch.manual_seed(0)
+    path = tmp_path / "llama wide"
+    path.mkdir()
+    shapes = {model.hf_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    save_file(
+        {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, path / "one.safetensors"
+    )
+    observed = observe(
+        *start_from(path, *TP, *PP),
+        ranks=8,
+        steps=0,
+        folder=str(tmp_path / "run"),
+        mutate=_count_reads,
+        at_end=_reads_of_all_ranks,
+    )
+    largest = max(shape.numel() for shape in shapes.values())
+    total = sum(shape.numel() for shape in shapes.values())
+    kept = 0
+    for read, held, grown in observed.extra:
+        kept += held
+        assert read <= 1.1 * held
+        assert grown <= 4 * largest, f"{grown / 2**20:.1f} MiB beside the shards"
+    assert kept >= total
+
+
+READS: dict[str, float] = {"elements": 0, "grown": 0.0}
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("RssAnon")).split()[1])
+
+
+def _count_reads() -> None:
+    read, load = weights.Folder.read, train.load_weights
+
+    def counted(self: weights.Folder, *arguments: Any) -> Tensor:
+        tensor = read(self, *arguments)
+        READS["elements"] += tensor.numel()
+        return tensor
+
+    def watched(*arguments: Any) -> None:
+        before, done = _anonymous_bytes(), threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.002):
+                READS["grown"] = max(READS["grown"], _anonymous_bytes() - before)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        load(*arguments)
+        READS["grown"] = max(READS["grown"], _anonymous_bytes() - before)
+        done.set()
+        thread.join()
+
+    weights.Folder.read, train.load_weights = counted, watched  # type: ignore[method-assign]
+
+
+def _reads_of_all_ranks(run: train.Run) -> list[tuple[float, int, float]]:
+    held = sum(own_slice(parameter)[0].numel() for parameter in run.parameters)
+    return gather((READS["elements"], held, READS["grown"]))
+
+
+def check(folder: Path, *more: str) -> list[str]:
+    try:
+        check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *start_from(folder, *more)]))
+    except ConfigError as error:
+        return list(error.messages)
+    return []
+
+
+def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) -> None:
+    assert check(folder) == []
+    copy = tmp_path / folder.name
+    shutil.copytree(folder, copy)
+    every = tensors(folder)
+    every["model.norm.weight"] = torch.ones(3)
+    every["model.new.weight"] = every.pop("model.layers.0.mlp.up_proj.weight")
+    every["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    for file in copy.glob("model*"):
+        file.unlink()
+    save_file(every, copy / "model.safetensors")
+    config = json.loads((copy / "config.json").read_text())
+    config |= {"rms_norm_eps": 0.5, "model_type": "mistral", "max_position_embeddings": 7}
+    (copy / "config.json").write_text(json.dumps(config))
+    found = check(copy)
+    assert all(line.startswith(f"checkpoint.initial_load_path: {copy}: ") for line in found)
+    name, flavor = folder.name.split()
+    ours = meta_model(name, flavor)
+    assert [line.removeprefix(f"checkpoint.initial_load_path: {copy}: ") for line in found] == [
+        "model.layers.0.mlp.up_proj.weight is missing",
+        f"model.norm.weight is (3,) there and ({ours.config.dim},) here",
+        "model.new.weight is not in this model",
+        f"config.json: rms_norm_eps is 0.5 there and {ours.config.norm_eps} here",
+        f"config.json: model_type is mistral there and {name} here",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"attention_bias": True}, "attention_bias = True: not available"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = yarn: not available"),
+        ({"hidden_act": "gelu"}, "hidden_act = gelu: not available"),
+    ],
+)
+def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) -> None:
+    model = meta_model("llama", "tiny")
+    assert model.hf_misfits(model.hf_config()) == []
+    assert model.hf_misfits(model.hf_config() | change) == [reason]
+
+
+@pytest.mark.parametrize("spelling", ["older", "newer"])
+@pytest.mark.parametrize("flavor", ["8B", "1B"])
+def test_both_spellings_of_config_json_are_read(spelling: str, flavor: str) -> None:
+    model = meta_model("llama", flavor)
+    given = model.hf_config()
+    if spelling == "newer":
+        given = transformers.AutoConfig.for_model(**given).to_dict()
+        assert "rope_scaling" not in given
+    assert from_hugging_face(given, type(model.config)) == MODELS["llama"][1][flavor] or model.hf_misfits(given) == []
+    assert model.hf_misfits(given) == []
+
+
+def broken_folders(folder: Path) -> Iterator[tuple[str, str]]:
+    yield "nothing", "No such file"
+    (folder / "empty").mkdir()
+    yield "empty", "no .safetensors file"
+    shutil.copytree(folder / "good", folder / "torn")
+    file = next((folder / "torn").glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1000])
+    yield "torn", "torn"
+    shutil.copytree(folder / "good", folder / "lost")
+    next((folder / "lost").glob("*.safetensors")).unlink()
+    yield "lost", "No such file"
+
+
+def test_a_folder_that_cannot_be_read_is_one_mistake(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "good")
+    for name, reason in broken_folders(tmp_path):
+        with pytest.raises(ConfigError, match=reason):
+            weights.Folder(tmp_path / name)
+
+
+def test_a_file_in_the_way_of_an_export_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    write = partial(export, checkpoint=tmp_path, target=tmp_path / "file" / "x")
+    said = observe(*BATCH, ranks=2, steps=1, at_end=write).extra
+    assert len(said) == 2
+    assert all("x could not be written: rank 0: " in line for line in said)
+
+
+def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Through train.py and its own files; transformers then has our logits."""
+    words = (
+        *(
+            "--job.config_file",
+            str(RECIPE),
+            *SMALL,
+            "--training.steps",
+            "2",
+            "--job.dump_folder",
+            str(tmp_path / "run"),
+        ),
+        *("--checkpoint.enable", "true", "--checkpoint.last_save_in_hf", "true", "--model.flavor", "debug"),
+    )
+    subprocess.run([sys.executable, "train.py", *words], check=True, capture_output=True)
+    command = [sys.executable, "-m", "components.weights", "export", str(tmp_path / "run"), str(tmp_path / "again")]
+    subprocess.run(command, check=True, capture_output=True)
+    first, again = tmp_path / "run" / "hugging_face", tmp_path / "again"
+    for path in first.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+    refused = subprocess.run([*command], capture_output=True, text=True)
+    assert (refused.returncode, refused.stderr.strip()) == (2, f"{again}: is there already")
+    refused = subprocess.run([*command[:-1], str(tmp_path / "new"), "--step", "7"], capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "no good checkpoint of step 7. Steps there: 2" in refused.stderr
+
+    ours = MODELS["llama"][0](MODELS["llama"][1]["debug"])
+    weights.load_weights([ours], first)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(first)
+    text = "In the beginning God created the heaven and the earth."
+    ids = transformers.AutoTokenizer.from_pretrained(first)(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        right, logits = theirs(ids).logits, ours(ids)
+    assert ((logits - right).norm() / right.norm()).item() < 1e-5
+    with safe_open(first / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
+    """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
+    plant = partial(rewrite, "components.weights", "load_weights", "slice(first, first + size)", "slice(0, size)")
+    observed = observe(
+        *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
+    ).first_weights
+    name, flavor = folder.name.split()
+    model, given = meta_model(name, flavor), tensors(folder)
+    wrong = [name for name, tensor in observed.items() if not given[model.hf_name(name)].float().equal(tensor)]
+    assert len(wrong) > 5
