@@ -163,7 +163,8 @@ def _count_reads() -> None:
         done.set()
         thread.join()
 
-    weights.Folder.read, train.load_weights = counted, watched  # type: ignore[method-assign]
+    vars(train)["load_weights"] = watched
+    weights.Folder.read = counted  # type: ignore[method-assign]
 
 
 def _reads_of_all_ranks(run: train.Run) -> list[tuple[float, int, float]]:
