@@ -164,7 +164,7 @@ def _count_reads() -> None:
         thread.join()
 
     vars(train)["load_weights"] = watched
-    weights.Folder.read = counted  # type: ignore[method-assign]
+    weights.Folder.read = counted  # type: ignore[method-assign, assignment]
 
 
 def _reads_of_all_ranks(run: train.Run) -> list[tuple[float, int, float]]:
