@@ -5,11 +5,13 @@ python train.py --job.config_file recipes/llama_debug.toml     one rank, in this
 """
 
 import gc
+import itertools
 import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.data.order import sequence_at
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
+from components.dry_run import Meter, fake_tensors, init_fake_group, known_shapes, report
 from components.exit_codes import ExitCode
 from components.init import initialize_weights
 from components.metrics import Metrics, lock_folder
@@ -113,10 +116,12 @@ def build_model(config: JobConfig, mesh: Mesh, device: torch.device) -> tuple[li
     model = meta_model(config.model.name, config.model.flavor)
     flops_per_token = model.flops_per_token(config.training.seq_len)
     stages = parallelize_model(config.model.name)(model, mesh, config)
-    for stage in stages:
-        stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
-        stage.tie_weights()
-        initialize_weights(stage, stage.init_std, config.debug.seed)
+    with fake_tensors(config.comm.mode) as fake:
+        for stage in stages:
+            stage.to_empty(device="cpu" if config.training.enable_cpu_offload else device)
+            stage.tie_weights()
+            if not fake:
+                initialize_weights(stage, stage.init_std, config.debug.seed)
     return stages, flops_per_token
 
 
@@ -126,20 +131,24 @@ def build(config: JobConfig, device: torch.device) -> Run:
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
-    check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+    fake = config.comm.mode == "fake_backend"
+    if not fake:
+        check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
     sizes = MODELS[config.model.name][1][config.model.flavor]
-    train_set, validation_set = build_datasets(config, sizes.vocab_size)
+    train_set, validation_set = (None, None) if fake else build_datasets(config, sizes.vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
-    set_timeout(config.comm.init_timeout_seconds, mesh)
+    if not fake:
+        set_timeout(config.comm.init_timeout_seconds, mesh)
     stages, flops_per_token = build_model(config, mesh, device)
     pipeline = None
     if degrees.pp > 1:
         micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
         pipeline = Pipeline(stages, sizes.n_layers, micro_batches, mesh, config.parallelism, device)
     optimizer = build_optimizer(stages, config.optimizer)
-    return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, train_set, validation_set)
+    sets: Any = (train_set, validation_set)  # a dry run has none, and asks for none
+    return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, *sets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -315,9 +324,44 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     return code
 
 
+def describe(run: Run) -> str:
+    """Model, layout and batch, as lines of text."""
+    model, training = run.config.model, run.config.training
+    derived = " (derived)" if training.global_batch_size == -1 else ""
+    lines = [f"{model.name} {model.flavor}, {sum(p.numel() for p in run.parameters):,} parameters"]
+    lines.append(draw_layout(run.degrees, run.config.parallelism.pipeline_first))
+    if run.pipeline:
+        lines.append(describe_stages(run.config.parallelism, MODELS[model.name][1][model.flavor].n_layers))
+    return "\n".join([*lines, f"{run.global_batch_size} sequences of {training.seq_len} tokens a step{derived}"])
+
+
+def dry_run(config: JobConfig) -> int:
+    """A step of one rank that computes nothing: prints what the rank would hold and send. Returns an exit code."""
+    device, training = init_fake_group(), config.training
+    check_layout(config, resolve_degrees(config, dist.get_world_size()))
+    compiled = config.compile.enable
+    config = replace(config, compile=replace(config.compile, enable=False))
+    run = build(config, device)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {describe(run)}")
+    with fake_tensors(config.comm.mode), Meter(run.mesh, run.parameters) as meter:
+        names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
+        batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
+        sizes = MODELS[config.model.name][1][config.model.flavor]
+        known: AbstractContextManager[None] = nullcontext()
+        if run.pipeline:
+            known = known_shapes(*run.pipeline.shapes(own_part(run, batch), sizes.dim, config))
+        run.optimizer.register_step_pre_hook(meter.note_update)
+        with known:
+            train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
+    print(report(meter, run.parameters, run.optimizer), *(["  (not compiled here)"] if compiled else []), sep="\n")
+    return ExitCode.DONE
+
+
 def main(argv: list[str]) -> int:
     """One rank from start to end; returns its exit code."""
     config = load_config(argv)
+    if config.comm.mode == "fake_backend":
+        return dry_run(config)
     dump_folder = Path(config.job.dump_folder)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
@@ -331,13 +375,8 @@ def main(argv: list[str]) -> int:
     if rank == 0:
         if config.job.print_config:
             print(json.dumps(to_dict(config), indent=1))
-        derived = " (derived)" if config.training.global_batch_size == -1 else ""
-        print(f"{config.model.name} {config.model.flavor}, {sum(p.numel() for p in run.parameters):,} parameters")
-        print(draw_layout(run.degrees, config.parallelism.pipeline_first))
-        if run.pipeline:
-            print(describe_stages(config.parallelism, MODELS[config.model.name][1][config.model.flavor].n_layers))
+        print(describe(run))
         print(describe_memory(run.parameters, run.pipeline.micro_batches if run.pipeline else run.accumulation))
-        print(f"{run.global_batch_size} sequences of {config.training.seq_len} tokens a step{derived}", flush=True)
     try:
         code = train(run, metrics, checkpointer)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:

@@ -8,6 +8,7 @@ import datetime
 import os
 import re
 import signal
+import subprocess
 import sys
 import typing
 from collections.abc import Mapping
@@ -83,13 +84,16 @@ def main(argv: list[str]) -> int:
     try:
         argv = with_recipe(argv)
         config, settings = check(argv, os.environ)
-        from components.data.__main__ import prepare_all
-
         degrees = resolve_degrees(config, settings.world_size)
         for warning in warnings(config, degrees, settings.ranks):
             print(f"warning: {warning}", file=sys.stderr)
+        command = [sys.executable, str(TRAIN), *argv]
+        if config.comm.mode == "fake_backend":
+            return rehearse(settings, command)
+        from components.data.__main__ import prepare_all
+
         prepare_all(config)
-        return start(config, settings, [sys.executable, str(TRAIN), *argv])
+        return start(config, settings, command)
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
         return ExitCode.CONFIG
@@ -109,14 +113,26 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
     config = load_config(argv)
     settings = read_settings(config, environment)
     degrees = resolve_degrees(config, settings.world_size)
-    if 0 < gpus() < settings.ranks:
+    fake = config.comm.mode == "fake_backend"
+    if 0 < gpus() < settings.ranks and not fake:
         hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         raise ConfigError(_wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
-    _check_dump_folder(config)
-    check_device(config, (9, 0) if gpus() else None)  # which one exactly, the ranks find out
+    if not fake:
+        _check_dump_folder(config)
+        check_device(config, (9, 0) if gpus() else None)  # which one exactly, the ranks find out
     check_layout(config, degrees)  # late: to know the model's sizes it imports torch
-    check_initial_weights(config)
+    if not fake:
+        check_initial_weights(config)
     return config, settings
+
+
+def rehearse(settings: Settings, command: list[str]) -> int:
+    """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
+    for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
+        numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
+        if code := subprocess.run(command, env={**os.environ, **numbers}).returncode:
+            return code
+    return ExitCode.DONE
 
 
 def start(config: JobConfig, settings: Settings, command: list[str]) -> int:

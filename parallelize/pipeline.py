@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from components.config import Parallelism
+from components.config import JobConfig, Parallelism
 from parallelize.mesh import Mesh
 from parallelize.stages import ONE_STAGE, modules_of_stages, number_of_stages, stages_of_rank
 
@@ -68,6 +68,7 @@ class Pipeline:
         ]
         name = parallelism.pipeline_parallel_schedule
         # One object for these stages, for ever: after a second one DualPipeV's gradients are wrong.
+        self._parts = parts
         self._schedule = get_schedule_class(name)(
             parts[0] if name in ONE_STAGE else parts,
             n_microbatches=micro_batches,
@@ -91,6 +92,15 @@ class Pipeline:
         target = batch["labels"] if self._count - 1 in self._modules else None
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+
+    def shapes(self, batch: dict[str, Tensor], dim: int, config: JobConfig) -> tuple[list[Any], Tensor, Tensor]:
+        """torch's stages; tokens of a micro-batch, on this rank; and, empty, the hidden state that travels."""
+        tokens = batch["tokens"].chunk(self.micro_batches)[0]
+        size, length = tokens.shape
+        if config.parallelism.sequence_parallel:
+            length //= config.parallelism.tensor_parallel_degree
+        dtype = getattr(torch, config.training.mixed_precision_param)
+        return self._parts, tokens, torch.empty(size, length, dim, dtype=dtype, requires_grad=True)
 
     def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Forward alone, stage by stage: the batch's summed loss on the last stage's rank, 0 on others.

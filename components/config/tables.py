@@ -341,6 +341,8 @@ class Validation:
 class Comm:
     """Process groups."""
 
+    mode: Literal["default", "fake_backend"] = "default"
+    """fake_backend: a dry run of one step, of any number of ranks in one process (docs/dry_run.md)."""
     init_timeout_seconds: Positive = 300
     """How long a collective may wait until the first step is done."""
     train_timeout_seconds: Positive = 100
