@@ -32,7 +32,8 @@ environment variables
   RDZV_ENDPOINT   host:port of one node, the same on each; needed with NNODES
   NODE_RANK       number of this node; if unset, nodes number themselves
   LOG_RANK        ranks shown on the console, as 0,1 or all (default 0); each rank has a log file in any case
-  MAX_RESTARTS    start all ranks again when one is lost, so many times; they resume from a checkpoint (default 0)
+  MAX_RESTARTS    start all ranks again when one is lost, so many times; they resume from a checkpoint (default 0);
+                  one node only
   SHUTDOWN_TIMEOUT_SECONDS   time to save in after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
@@ -168,6 +169,11 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(_wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
     if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
         mistakes.append(_wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
+    restarts = integer("MAX_RESTARTS", 0, 0)
+    if restarts and nodes > 1:
+        # Nodes count restarts each for itself, and those that count differently would wait for each other.
+        reason = "with several nodes expected 0; let the cluster start them again: they continue from a checkpoint"
+        mistakes.append(_wrong(environment, "MAX_RESTARTS", reason))
     shown, text = None, environment.get("LOG_RANK", "") or "0"
     if text != "all":
         try:
@@ -183,7 +189,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         node_rank=node_rank,
         endpoint=endpoint,
         shown=shown,
-        restarts=integer("MAX_RESTARTS", 0, 0),
+        restarts=restarts,
         shutdown_seconds=integer("SHUTDOWN_TIMEOUT_SECONDS", 300, 0),
     )
     if mistakes:

@@ -181,8 +181,10 @@ def test_every_default_of_torchtitan_is_taken_or_refused_by_name(tmp_path: Path)
 
 def test_torchtitan_key_that_is_unset_there_is_known_here(tmp_path: Path) -> None:
     for key in TITAN_UNSET:
-        path = job(tmp_path, f"{key} = [[[]]]")
-        assert "unknown" not in refused("--job.config_file", path)[0]
+        path = job(tmp_path, f"fault_tolerance.enable = true\nvalidation.enable = true\n{key} = [[[]]]")
+        *_, message = refused("--job.config_file", path)
+        assert message.startswith(f"{path}:3: {key} = "), message
+        assert "unknown" not in message
 
 
 def test_torchtitan_spellings_keep_their_meaning(tmp_path: Path) -> None:

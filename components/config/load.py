@@ -7,13 +7,20 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from components.config.names import FOREIGN, FOREIGN_VALUES, RENAMED, RENAMED_VALUES, UNAVAILABLE
+from components.config.names import (
+    FOREIGN,
+    FOREIGN_VALUES,
+    RENAMED,
+    RENAMED_VALUES,
+    UNAVAILABLE,
+    UNAVAILABLE_VALUES,
+)
 from components.config.tables import JobConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,12 +56,13 @@ def load_config(argv: list[str]) -> JobConfig:
     overrides = list(_read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]
     given = [*(_read_file(Path(files[-1])) if files else ()), *overrides]
+    asked = {setting.key: setting.value for setting in given}
     mistakes: list[str] = []
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in given:
         try:
-            key, value = _known(setting)
+            key, value = _known(setting, asked)
             if key is not None:
                 values[key], origins[key] = _checked(key, value, setting), setting.origin
         except ConfigError as error:
@@ -126,8 +134,11 @@ _NAMES = [*_FIELDS, *UNAVAILABLE, *RENAMED]
 _TABLES = sorted({name.rpartition(".")[0] for name in _NAMES} | {"quantize", "quantize.linear", "quantize.grouped_mm"})
 
 
-def _known(setting: _Given) -> tuple[str | None, Any]:
-    """The key's name here and its value; None for a setting that asks for nothing. Raises ConfigError."""
+def _known(setting: _Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
+    """The key's name here and its value; None for a setting that asks for nothing among all that is asked.
+
+    Raises ConfigError.
+    """
     key, value = setting.key, setting.value
     if key in RENAMED:
         key, change = RENAMED[key]
@@ -135,10 +146,14 @@ def _known(setting: _Given) -> tuple[str | None, Any]:
             if not isinstance(value, bool):
                 raise ConfigError(setting.mistake("expected true or false"))
             value = not value
-    value = RENAMED_VALUES.get((key, value), value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        if (key, value) in UNAVAILABLE_VALUES:
+            raise ConfigError(setting.mistake(UNAVAILABLE_VALUES[key, value]))
+        value = RENAMED_VALUES.get((key, value), value)
     if key in UNAVAILABLE:
-        accepted, reason = UNAVAILABLE[key]
-        if value != accepted or type(value) is not type(accepted):
+        accepted, reason, only_with = UNAVAILABLE[key]
+        is_on = all(asked.get(other) for other in only_with)
+        if is_on and (value != accepted or type(value) is not type(accepted)):
             raise ConfigError(setting.mistake(reason))
         return None, None
     if key in _FIELDS:
@@ -298,8 +313,11 @@ def _contradictions(config: JobConfig) -> list[str]:
     float8 = "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'
-        asked = (f"{float8}.recipe_name", f"{float8}.emulate")  # filter_fqns may stand there for later
-        found += [mistake(config, key, reason) for key in asked if key in config.origins]
+        asked = {
+            f"{float8}.recipe_name": f"{float8}.recipe_name" in config.origins,
+            f"{float8}.emulate": config.quantize.linear.float8.emulate,
+        }  # filter_fqns may stand there for later
+        found += [mistake(config, key, reason) for key in asked if asked[key]]
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         found.append(
             mistake(config, "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out")
@@ -313,7 +331,7 @@ def _contradictions(config: JobConfig) -> list[str]:
     if checkpoint.last_save_in_hf and (not checkpoint.enable or checkpoint.load_only):
         reason = "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
         found.append(mistake(config, "checkpoint.last_save_in_hf", reason))
-    if checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
+    if checkpoint.enable and checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
         reason = "checkpoints keep float32; it is the precision of checkpoint.last_save_in_hf"
         found.append(mistake(config, "checkpoint.export_dtype", reason))
     if config.debug.deterministic_warn_only and not config.debug.deterministic:

@@ -8,6 +8,8 @@ class Unavailable(NamedTuple):
 
     accepted: Any
     reason: str
+    only_with: tuple[str, ...] = ()
+    """Keys without which this one asks for nothing either, whatever its value: files list tables that are off."""
 
 
 # Old name -> (key here, function of the value). A double negative gets a positive twin.
@@ -22,6 +24,9 @@ RENAMED: dict[str, tuple[str, str]] = {
 RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("model.name", "llama3"): "llama",
     ("model.flavor", "debugmodel"): "debug",
+    # What each repository bundles to try things with.
+    ("model.hf_assets_path", "./tests/assets/tokenizer"): "assets/tokenizer",
+    ("training.dataset", "c4_test"): "kjv",
 }
 
 _NOT_YET = "not available yet"
@@ -30,6 +35,26 @@ _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
 _BUDGET = 'memory budgets are not available; activation_checkpoint.mode = "selective" saves a part'
 _GATHERED = "weights are gathered in the precision of training.mixed_precision_param"
 _MX = "MX formats are not available"
+_MASK = "it masks documents: here that is training.document_mask = true, with any flavor"
+_FLOAT8 = ("model.converters",)
+_FAULTS = ("fault_tolerance.enable",)
+_VALIDATION = ("validation.enable",)
+
+# Values that torchtitan has for a key of ours, and that do not exist here -> why, or what does the same.
+UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
+    ("model.name", "deepseek_v3"): _EXPERTS,
+    ("model.name", "gpt_oss"): _EXPERTS,
+    ("model.name", "llama4"): _EXPERTS,
+    ("model.flavor", "debugmodel_flex_attn"): _MASK,
+    ("model.flavor", "debugmodel_varlen_attn"): _MASK,
+    ("model.flavor", "8B_flex"): _MASK,
+    ("model.flavor", "8B_varlen"): _MASK,
+    ("model.flavor", "debugmodel_moe"): _EXPERTS,
+    ("model.flavor", "30B-A3B"): _EXPERTS,
+    ("model.flavor", "235B-A22B"): _EXPERTS,
+    ("activation_checkpoint.mode", "memory_budget"): _BUDGET,
+    ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
+}
 
 UNAVAILABLE: dict[str, Unavailable] = {
     "job.save_config_file": Unavailable(None, "run.json in dump_folder always holds the resolved job file"),
@@ -54,33 +79,35 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _EXPERTS),
     "activation_checkpoint.memory_budget": Unavailable(0.5, _BUDGET),
     "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _BUDGET),
-    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _GATHERED),
-    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _GATHERED),
-    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX),
-    "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX),
-    "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX),
-    "quantize.grouped_mm.float8.fqns": Unavailable([], _EXPERTS),
-    "quantize.grouped_mm.mx.recipe_name": Unavailable("mxfp8", _MX),
-    "quantize.grouped_mm.mx.fqns": Unavailable([], _EXPERTS),
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _GATHERED, _FLOAT8),
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _GATHERED, _FLOAT8),
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX, _FLOAT8),
+    "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX, _FLOAT8),
+    "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX, _FLOAT8),
+    "quantize.grouped_mm.float8.fqns": Unavailable([], _EXPERTS, _FLOAT8),
+    "quantize.grouped_mm.mx.recipe_name": Unavailable("mxfp8", _MX, _FLOAT8),
+    "quantize.grouped_mm.mx.fqns": Unavailable([], _EXPERTS, _FLOAT8),
     "comm.trace_buf_size": Unavailable(20000, "set TORCH_FR_BUFFER_SIZE in the environment instead"),
     "comm.save_traces_folder": Unavailable("comm_traces", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
     "comm.save_traces_file_prefix": Unavailable("rank_", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
     "memory_estimation.enable": Unavailable(False, 'comm.mode = "fake_backend" tells what a rank would hold'),
     "memory_estimation.fake_mode": Unavailable(True, "the tensors of a dry run are always fake"),
     "fault_tolerance.enable": Unavailable(False, _TORCHFT),
-    "fault_tolerance.process_group": Unavailable("gloo", _TORCHFT),
-    "fault_tolerance.process_group_timeout_ms": Unavailable(10000, _TORCHFT),
-    "fault_tolerance.replica_id": Unavailable(0, _TORCHFT),
-    "fault_tolerance.group_size": Unavailable(0, _TORCHFT),
-    "fault_tolerance.min_replica_size": Unavailable(1, _TORCHFT),
-    "fault_tolerance.semi_sync_method": Unavailable(None, _TORCHFT),
+    "fault_tolerance.process_group": Unavailable("gloo", _TORCHFT, _FAULTS),
+    "fault_tolerance.process_group_timeout_ms": Unavailable(10000, _TORCHFT, _FAULTS),
+    "fault_tolerance.replica_id": Unavailable(0, _TORCHFT, _FAULTS),
+    "fault_tolerance.group_size": Unavailable(0, _TORCHFT, _FAULTS),
+    "fault_tolerance.min_replica_size": Unavailable(1, _TORCHFT, _FAULTS),
+    "fault_tolerance.semi_sync_method": Unavailable(None, _TORCHFT, _FAULTS),
     "experimental.custom_import": Unavailable("", "add your model to models/ and parallelize/ instead"),
     "experimental.custom_args_module": Unavailable("", "add keys to components/config/tables.py instead"),
-    "validation.dataset": Unavailable(None, "give validation.dataset_path, or leave both out for a held-out part"),
-    "validation.dataloader.num_workers": Unavailable(0, "validation loads in the rank itself"),
-    "validation.dataloader.persistent_workers": Unavailable(False, "validation loads in the rank itself"),
-    "validation.dataloader.pin_memory": Unavailable(False, "validation loads in the rank itself"),
-    "validation.dataloader.prefetch_factor": Unavailable(None, "validation loads in the rank itself"),
+    "validation.dataset": Unavailable(
+        None, "give validation.dataset_path, or leave both out for a held-out part", _VALIDATION
+    ),
+    "validation.dataloader.num_workers": Unavailable(0, "validation loads in the rank itself", _VALIDATION),
+    "validation.dataloader.persistent_workers": Unavailable(False, "validation loads in the rank itself", _VALIDATION),
+    "validation.dataloader.pin_memory": Unavailable(False, "validation loads in the rank itself", _VALIDATION),
+    "validation.dataloader.prefetch_factor": Unavailable(None, "validation loads in the rank itself", _VALIDATION),
     "debug.moe_force_load_balance": Unavailable(False, _EXPERTS),
 }
 

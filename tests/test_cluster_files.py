@@ -1,0 +1,277 @@
+"""What docs/launch/ offers: the batch script is run as Slurm would, the manifests are of their schemas' form, and the
+launcher takes the command and the environment that they give it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from components import launch
+from components.config import ROOT
+from tests.test_train import TINY_RUN, numbers
+
+FOLDER = ROOT / "docs/launch"
+BATCH = FOLDER / "slurm.sbatch"
+SCHEMAS = json.loads((ROOT / "tests/schemas/launch.json").read_text())
+
+
+# Slurm
+
+# As srun: the command on every node at once, signals passed on, the highest exit code.
+SRUN = """\
+#!/usr/bin/env python3
+import os, signal, subprocess, sys
+words = sys.argv[1:]
+options = [words.pop(0) for word in list(words) if words[0].startswith("-")]
+assert set(options) == {"--kill-on-bad-exit=0", "--cpu-bind=none"}, options
+nodes = [
+    subprocess.Popen(words, env={**os.environ, "SLURM_NODEID": str(node)})
+    for node in reversed(range(int(os.environ["SLURM_JOB_NUM_NODES"])))
+]
+signal.signal(signal.SIGUSR1, lambda number, frame: [node.send_signal(number) for node in nodes])
+sys.exit(max(node.wait() for node in nodes))
+"""
+SCONTROL = """\
+#!/bin/sh
+if [ "$1 $2" = "show hostnames" ]; then printf 'localhost\\nother\\n'; else echo "$@" >> "$SCONTROL_LOG"; fi
+"""
+
+Submit = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def submit(tmp_path: Path) -> Iterator[Submit]:
+    """Run the batch script on two pretended nodes of one CPU rank each."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    begun: list[subprocess.Popen[str]] = []
+
+    def submit(*words: str) -> subprocess.Popen[str]:
+        job = {
+            "SLURM_JOB_ID": str(free_port() - 20000),
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURM_JOB_NODELIST": "node[1-2]",
+            "SCONTROL_LOG": str(tmp_path / "scontrol.log"),
+            "OMP_NUM_THREADS": "1",
+        }
+        kept = {name: value for name, value in os.environ.items() if name not in ("NODE_RANK", "LOG_RANK")}
+        environment = {**kept, **job, "PATH": f"{tools}:{os.environ['PATH']}", "NGPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+        command = ["bash", str(BATCH), "--job.config_file", "recipes/llama_debug.toml", *TINY_RUN, *words]
+        begun.append(
+            subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return begun[-1]
+
+    yield submit
+    for process in begun:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGQUIT)  # the launchers kill their ranks
+            process.communicate(timeout=30)
+
+
+def free_port() -> int:
+    """One of those that the script chooses from: 20000 to 29999."""
+    for port in range(20000, 30000):
+        with socket.socket() as candidate:
+            if candidate.connect_ex(("localhost", port)):
+                return port
+    raise AssertionError("no free port")
+
+
+def test_the_batch_script_is_bash_and_leaves_time_to_save() -> None:
+    text = BATCH.read_text()
+    assert subprocess.run(["bash", "-n", BATCH]).returncode == 0
+    warning = re.search(r"^#SBATCH --signal=B:USR1@(\d+)$", text, re.M)
+    grace = re.search(r"^export SHUTDOWN_TIMEOUT_SECONDS=(\d+)", text, re.M)
+    assert warning
+    assert grace
+    assert int(grace[1]) + 30 <= int(warning[1])
+
+
+@pytest.mark.torchrun
+def test_a_batch_job_saves_when_its_time_is_up_and_ends_in_its_next_turn(submit: Submit, tmp_path: Path) -> None:
+    dump = tmp_path / "dump"
+    words = ("--job.dump_folder", str(dump), "--training.steps", "12", "--validation.enable", "false")
+    first = submit(*words)
+    deadline = time.monotonic() + 120
+    while not (dump / "metrics.jsonl").exists() or len(numbers(dump)) < 3:
+        assert time.monotonic() < deadline, first.communicate()[0]
+        time.sleep(0.05)
+    first.send_signal(signal.SIGUSR1)  # to the batch shell alone
+    output = first.communicate(timeout=120)[0]
+    assert first.returncode == 138, output
+    stopped_at = numbers(dump)[-1][0]
+    assert stopped_at < 12
+    assert (dump / f"checkpoint/step-{stopped_at}").is_dir()
+    assert re.fullmatch(r"requeue \d+\n", (tmp_path / "scontrol.log").read_text())
+
+    second = submit(*words)
+    output = second.communicate(timeout=120)[0]
+    assert second.returncode == 0, output
+    assert f"continuing after step {stopped_at}" in output
+    assert [step for step, _, _ in numbers(dump)] == list(range(1, 13))
+    assert json.loads((dump / "run.json").read_text())["ranks"] == 2
+    assert {path.name for path in dump.glob("logs/*/*")} == {"rank_0.log", "rank_1.log"}
+    assert (tmp_path / "scontrol.log").read_text().count("requeue") == 1, "only when the time was up"
+
+
+def test_a_batch_job_with_a_mistake_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
+    process = submit("--training.stepz", "3")
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 2
+    assert output.count("did you mean training.steps?") == 2, "once a node"
+    assert not (tmp_path / "scontrol.log").exists()
+
+
+# Kubernetes
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
+
+
+def validator(kind: str) -> jsonschema.Draft202012Validator:
+    schema = {"$defs": SCHEMAS["$defs"], "$ref": f"#/$defs/{kind}"}
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
+
+
+def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where each key of a document is."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, part in inside:
+        if isinstance(value, dict):
+            yield (*above, key)
+        yield from paths(part, (*above, key))
+
+
+FREE = ("labels", "annotations", "limits", "requests", "plugins")
+"""What stands in these has names of one's own."""
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("kubeflow.yaml", ["ClusterTrainingRuntime", "TrainJob"]), ("volcano.yaml", ["Job"])]
+)
+def test_a_manifest_is_of_its_schemas_form_and_a_misspelt_one_is_not(name: str, kinds: list[str]) -> None:
+    assert [document["kind"] for document in documents(name)] == kinds
+    for number, kind in enumerate(kinds):
+        check = validator(kind)
+        assert [error.message for error in check.iter_errors(documents(name)[number])] == []
+        for path in paths(documents(name)[number]):
+            if len(path) > 1 and path[-2] in FREE:
+                continue
+            wrong = documents(name)[number]
+            place: Any = wrong
+            for key in path[:-1]:
+                place = place[key]
+            place[f"{path[-1]}x"] = place.pop(path[-1])
+            assert not check.is_valid(wrong), path
+
+
+def pod(name: str) -> dict[str, Any]:
+    """The pod of one node: its container, with the job's arguments, and its grace period."""
+    first, *rest = documents(name)
+    if name == "volcano.yaml":
+        return first["spec"]["tasks"][0]["template"]["spec"]
+    (replicated,) = first["spec"]["template"]["spec"]["replicatedJobs"]
+    found = replicated["template"]["spec"]["template"]["spec"]
+    found["containers"][0]["args"] = rest[0]["spec"]["trainer"]["args"]
+    return found
+
+
+# What the operators put into each container, for node 1 of 2.
+INJECTED = {
+    "kubeflow.yaml": {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "8",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "llama8b-node-0-0.llama8b",
+        "PET_MASTER_PORT": "29500",
+    },
+    "volcano.yaml": {
+        "VC_TASK_INDEX": "1",
+        "VC_NODE_NUM": "2",
+        "VC_NODE_HOSTS": "llama8b-node-0.llama8b,llama8b-node-1.llama8b",
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "port"), [("kubeflow.yaml", 29500), ("volcano.yaml", 29500)])
+def test_the_launcher_takes_what_a_manifest_gives_it(name: str, port: int, tmp_path: Path) -> None:
+    """Its own command, run with a stand-in for run_train.sh that tells how it was called."""
+    (container,) = pod(name)["containers"]
+    stand_in = tmp_path / "run_train.sh"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" > words\nenv -0 > environment\n')
+    stand_in.chmod(0o755)
+    given = {variable["name"]: variable["value"] for variable in container["env"]}
+    subprocess.run(
+        [*container["command"], *container["args"]],
+        cwd=tmp_path,
+        env={"PATH": os.environ["PATH"], **given, **INJECTED[name]},
+        check=True,
+    )
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    environment = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0")[:-1])
+    assert words == container["args"]
+    config, settings = launch.check([*words, "--job.dump_folder", str(tmp_path)], environment)
+    assert config.checkpoint.enable, "a restart continues"
+    assert settings == launch.Settings(
+        ranks=8,
+        nodes=2,
+        node_rank=1,
+        endpoint=f"{INJECTED[name].get('PET_MASTER_ADDR', 'llama8b-node-0.llama8b')}:{port}",
+        shutdown_seconds=300,
+    )
+
+
+@pytest.mark.parametrize("name", INJECTED)
+def test_a_pod_has_time_to_save_shared_memory_and_a_shared_folder(name: str) -> None:
+    found = pod(name)
+    (container,) = found["containers"]
+    environment = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert found["terminationGracePeriodSeconds"] >= int(environment["SHUTDOWN_TIMEOUT_SECONDS"]) + 30
+    assert "exec " in container["command"][2], "the container's first process gets the signal: it must be the launcher"
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in found["volumes"]}
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+    assert "persistentVolumeClaim" in volumes[mounts["/shared"]]
+    for key in ("job.dump_folder", "training.dataset_cache", "training.dataset_path"):
+        (word,) = [word for word in container["args"] if word.startswith(f"--{key}=")]
+        assert word.partition("=")[2].startswith("/shared/"), "the same on every node"
+
+
+def test_what_would_happen_again_is_not_tried_again() -> None:
+    """Exit codes 2 and 3, as components/exit_codes.py has them."""
+    job = documents("volcano.yaml")[0]["spec"]
+    ended = [policy["exitCode"] for policy in job["policies"] if policy["action"] == "AbortJob"]
+    events = [policy.get("event") for policy in job["policies"]]
+    assert ended == [2, 3]
+    assert events == [None, None, "PodFailed", "PodEvicted"], "the first that fits is taken"
+    assert job["minAvailable"] == job["tasks"][0]["replicas"]
+    runtime = documents("kubeflow.yaml")[0]["spec"]["template"]["spec"]
+    batch = runtime["replicatedJobs"][0]["template"]["spec"]
+    (rule,) = batch["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 3])
+    assert batch["backoffLimit"] == 0
+    assert runtime["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]

@@ -1,0 +1,54 @@
+"""The pages say what is there: keys, files, messages; and the README leads to each of them."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from components.config import ROOT
+from components.config.load import _NAMES, _TABLES
+
+PAGES = [ROOT / "README.md", ROOT / "recipes/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLDERS = [ROOT / name for name in ("components", "models", "parallelize")]
+SOURCES = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted(folder.rglob("*.py")))]
+
+
+def named(page: Path) -> list[str]:
+    """What stands in backticks on one line."""
+    return re.findall(r"`([^`\n]+)`", page.read_text())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_key_and_link_of_a_page_is_there(page: Path) -> None:
+    tables = "|".join(re.escape(table) for table in sorted(_TABLES, key=len, reverse=True) if table)
+    keys = [match[1] for text in named(page) if (match := re.match(rf"(?:--)?((?:{tables})\.\w+)(?=[ =\]]|$)", text))]
+    files = {"metrics.jsonl", *(path.name for path in SOURCES)}
+    assert [key for key in keys if key not in {*_NAMES, "checkpoint.no_enable"} | files] == []
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+        headings = (
+            re.findall(r"^#+ (.*)", (page.parent / target if target else page).read_text(), re.M) if anchor else []
+        )
+        anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+        assert not anchor or anchor[1:] in anchors, anchor
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    links = re.findall(r"\]\(docs/([^)]*)\)", (ROOT / "README.md").read_text())
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(links)
+
+
+def test_every_message_that_is_explained_is_one_of_ours() -> None:
+    """Of what a first column quotes, all between numbers and dots is in the source."""
+    rows = re.findall(r"^\| `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
+    trees = [ast.parse(path.read_text()) for path in SOURCES]
+    literals = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    source = "\n".join(value for value in literals if isinstance(value, str))
+    quoted = [
+        row for row in rows if " " in row and "NET/" not in row and "system error" not in row and " = " not in row
+    ]
+    assert len(quoted) > 15
+    for row in quoted:
+        for part in re.split(r"\d+|…|=$|SIGKILL|training\.\S+| at RDZV\S+", row):
+            assert part.strip(" =;:.") in source, f"{row}: {part}"
