@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -335,33 +335,29 @@ def describe(run: Run) -> str:
     return "\n".join([*lines, f"{run.global_batch_size} sequences of {training.seq_len} tokens a step{derived}"])
 
 
-def dry_run(config: JobConfig) -> int:
-    """A step of one rank that computes nothing: prints what the rank would hold and send. Returns an exit code."""
+def rehearse(config: JobConfig) -> tuple[Run, Meter]:
+    """Build and step as the rank that RANK says, of WORLD_SIZE, on fake tensors: what it would hold and send."""
     device, training = init_fake_group(), config.training
-    check_layout(config, resolve_degrees(config, dist.get_world_size()))
-    compiled = config.compile.enable
-    config = replace(config, compile=replace(config.compile, enable=False))
-    run = build(config, device)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {describe(run)}")
+    run = build(replace(config, compile=replace(config.compile, enable=False)), device)
     with fake_tensors(config.comm.mode), Meter(run.mesh, run.parameters) as meter:
+        run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
-        sizes = MODELS[config.model.name][1][config.model.flavor]
-        known: AbstractContextManager[None] = nullcontext()
-        if run.pipeline:
-            known = known_shapes(*run.pipeline.shapes(own_part(run, batch), sizes.dim, config))
-        run.optimizer.register_step_pre_hook(meter.note_update)
-        with known:
+        dim = MODELS[config.model.name][1][config.model.flavor].dim
+        shapes = run.pipeline.shapes(own_part(run, batch), dim, config) if run.pipeline else None
+        with known_shapes(*shapes) if shapes else nullcontext():
             train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
-    print(report(meter, run.parameters, run.optimizer), *(["  (not compiled here)"] if compiled else []), sep="\n")
-    return ExitCode.DONE
+    return run, meter
 
 
 def main(argv: list[str]) -> int:
     """One rank from start to end; returns its exit code."""
     config = load_config(argv)
     if config.comm.mode == "fake_backend":
-        return dry_run(config)
+        run, meter = rehearse(config)
+        print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {describe(run)}")
+        print(report(meter, run.parameters, run.optimizer))
+        return ExitCode.DONE
     dump_folder = Path(config.job.dump_folder)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()

@@ -1,0 +1,67 @@
+"""docs/add_a_model.md, followed to the letter: three files in a copy of the repository, and nothing else is edited."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.config import ROOT
+
+PAGE = (ROOT / "docs" / "add_a_model.md").read_text()
+
+
+def files_of_the_page() -> dict[str, str]:
+    """Each indented block under a line that names its file in bold: path -> content."""
+    found = {}
+    for match in re.finditer(r"^\*\*\d\. `([^`]+)`\*\*.*?\n\n((?:    .*\n|\n)+)", PAGE, re.M | re.S):
+        lines = match[2].splitlines()
+        found[match[1]] = "\n".join(line.removeprefix("    ") for line in lines).strip() + "\n"
+    return found
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    copy = tmp_path_factory.mktemp("copy") / "repository"
+    ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "outputs", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    for path, content in files_of_the_page().items():
+        assert not (copy / path).exists()
+        (copy / path).write_text(content)
+    return copy
+
+
+def python(repository: Path, *words: str) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=repository, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_it_is_three_files_of_at_most_150_lines() -> None:
+    found = files_of_the_page()
+    assert [*found] == ["models/olmo2.py", "parallelize/olmo2.py", "recipes/olmo2_debug.toml"]
+    assert sum(len(content.splitlines()) for path, content in found.items() if not path.startswith("models")) <= 150
+
+
+def test_it_trains(repository: Path) -> None:
+    words = ("--training.steps", "40", "--training.seq_len", "64", "--validation.enable", "false")
+    said = python(repository, "train.py", "--job.config_file", "recipes/olmo2_debug.toml", *words)
+    losses = [float(match) for match in re.findall(r"loss +([\d.]+)", said)]
+    assert losses[0] > 8
+    assert losses[-1] < losses[0] - 1
+
+
+def test_the_matrix_proves_it(repository: Path) -> None:
+    """Layouts drawn from all axes, but of the new family."""
+    said = python(repository, "-m", "tests.matrix", "--random", "4", "--seed", "1", "--set", "model=olmo2")
+    assert said.count("proven") >= 2, said
+    assert "broken" not in said
+    assert "error" not in said
+    assert "model olmo2" in said
+
+
+def test_its_weights_go_to_hugging_face_and_its_pages_are_right(repository: Path) -> None:
+    python(repository, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_imports.py")
+    python(repository, "-m", "mypy", "models/olmo2.py", "parallelize/olmo2.py")

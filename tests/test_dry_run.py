@@ -1,0 +1,145 @@
+"""A dry run says what a real step of the same rank holds and sends; and every recipe passes one at its full scale."""
+
+import functools
+import multiprocessing
+import os
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from components.config import ROOT, load_config
+from components.dry_run import Meter
+from components.launch import read_settings
+from tests.harness import RECIPE, SMALL, observe
+
+RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
+LONG = ("--model.flavor", "deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "fsdp 2": (2, ()),
+    "hsdp 2x2, accumulation": (4, ("--parallelism.data_parallel_replicate_degree", "2")),
+    "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
+    "cp 2": (2, ("--parallelism.context_parallel_degree", "2")),
+    "ulysses 2": (
+        2,
+        ("--parallelism.context_parallel_degree", "2", "--parallelism.context_parallel_method", "ulysses"),
+    ),
+    "pp 2": (2, ("--parallelism.pipeline_parallel_degree", "2")),
+    "pp 2, ZBV, tp 2": (
+        4,
+        (
+            *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"),
+            *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
+        ),
+    ),
+    "full checkpointing": (2, ("--activation_checkpoint.mode", "full")),
+}
+
+
+def overrides(name: str) -> tuple[str, ...]:
+    local = "4" if "pp" in name else "2"
+    return (*LONG, "--training.local_batch_size", local, *LAYOUTS[name][1])
+
+
+Counted = tuple[int, dict[tuple[str, str], list[int]]]
+
+
+def count_real(run: train.Run) -> Counted:
+    """A step after the first, in which moments are allocated and stages ask each other for shapes."""
+    batches, valid = train.micro_batches(run), train.valid_tokens(run)
+    moments = [value for state in run.optimizer.state.values() for value in state.values()]
+    with Meter(run.mesh, run.parameters) as meter:
+        run.optimizer.register_step_pre_hook(meter.note_update)
+        train.train_step(run, batches, valid)
+    assert moments
+    return meter.peak_before_update, meter.sent
+
+
+def count_fake(words: tuple[str, ...], rank: int, ranks: int, answers: "multiprocessing.Queue[Counted]") -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    torch.set_num_threads(1)
+    config = load_config(["--job.config_file", str(RECIPE), *SMALL, *words, "--comm.mode", "fake_backend"])
+    _, meter = train.rehearse(config)
+    answers.put((meter.peak_before_update, meter.sent))
+
+
+@functools.cache
+def fake(name: str) -> Counted:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.harness"])
+    answers: multiprocessing.Queue[Counted] = context.Queue()
+    process = context.Process(target=count_fake, args=(overrides(name), 0, LAYOUTS[name][0], answers))
+    process.start()
+    found = answers.get(timeout=120)
+    process.join()
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_dry_run_is_what_the_real_step_is(name: str) -> None:
+    peak, sent = observe(*overrides(name), ranks=LAYOUTS[name][0], steps=1, at_end=count_real).extra
+    dry_peak, dry_sent = fake(name)
+    assert dry_sent == sent
+    assert dry_peak == pytest.approx(peak, rel=0.02), dry_peak / peak
+
+
+def launch_line(recipe: Path) -> dict[str, str]:
+    """The variables of the line that starts it, in its head."""
+    line = next(line for line in recipe.read_text().splitlines() if "run_train.sh" in line)
+    return dict(word.split("=") for word in line.strip("# ").split() if "=" in word)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_every_recipe_starts_at_its_full_scale(recipe: Path) -> None:
+    """The first rank and the last: under a minute each, and under the memory of the GPUs that its head names."""
+    variables = launch_line(recipe)
+    settings = read_settings(load_config(["--job.config_file", str(recipe)]), variables)
+    ranks = settings.world_size
+    pipeline = "pipeline_parallel_degree" in recipe.read_text()
+    for rank in {0, ranks - 1} if pipeline else {0}:
+        started = time.process_time(), os.times()
+        done = subprocess.run(
+            [str(ROOT / "run_train.sh"), "--job.config_file", str(recipe), "--comm.mode", "fake_backend"],
+            env={**os.environ, **variables, "LOG_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert f"rank {rank} of {ranks}: " in done.stdout
+        # Its own time: other work on the machine is not the dry run's.
+        now = os.times()
+        assert now.children_user + now.children_system - started[1].children_user - started[1].children_system < 60
+        needed = re.search(r"in all, at the highest point +([\d.]+) GiB", done.stdout)
+        assert needed
+        memory = re.search(r"GPUs of (\d+) GB", recipe.read_text())
+        assert float(needed[1]) * 2**30 < 0.92 * int(memory[1] if memory else 16) * 1e9, needed[1]
+
+
+def test_a_dry_run_needs_nothing_that_the_recipe_names_and_writes_nothing(tmp_path: Path) -> None:
+    words = (
+        *("--job.config_file", str(RECIPE), "--comm.mode", "fake_backend", "--training.dataset_path", "/nowhere"),
+        *("--model.hf_assets_path", "/nowhere", "--job.dump_folder", str(tmp_path / "out")),
+        *("--checkpoint.initial_load_path", "/nowhere", "--checkpoint.initial_load_in_hf"),
+    )
+    done = subprocess.run([str(ROOT / "run_train.sh"), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layout_that_is_refused_is_refused_dry_too() -> None:
+    words = ("--job.config_file", str(RECIPE), "--comm.mode", "fake_backend", "--parallelism.tensor_parallel_degree")
+    done = subprocess.run(
+        [str(ROOT / "run_train.sh"), *words, "16"],
+        env={**os.environ, "NGPU": "16"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "tensor_parallel_degree = 16" in done.stderr
