@@ -1,6 +1,7 @@
 """Text from a checkpoint: what the cache changes (nothing), what transformers says, and what chance may choose."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -309,3 +310,38 @@ def test_a_mistake_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
             generation.main(["nowhere", "x", *words])
         assert ended.value.code == 2
         assert f"{words[0]} " in capsys.readouterr().err
+
+
+def lm_eval_says(folder: Path, output: Path) -> tuple[float, list[dict[str, Any]]]:
+    """Accuracy on tests/lm_eval_task, and what it wrote of each question: the command of docs/generate.md, offline."""
+    words = ["--model", "hf", "--model_args", f"pretrained={folder},dtype=float32,add_bos_token=True"]
+    words += ["--tasks", "genesis", "--include_path", "tests/lm_eval_task", "--device", "cpu", "--batch_size", "4"]
+    words += ["--log_samples", "--output_path", str(output)]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(output), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "lm_eval", *words]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (results,), (samples,) = output.rglob("results_*.json"), output.rglob("samples_*.jsonl")
+    accuracy = json.loads(results.read_text())["results"]["genesis"]["acc,none"]
+    return accuracy, [json.loads(line) for line in samples.read_text().splitlines()]
+
+
+@one_family
+def test_lm_eval_gives_an_export_our_likelihoods(saved: Saved, tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval")
+    pytest.importorskip("accelerate")  # without which its hf model does not start
+    accuracy, samples = lm_eval_says(saved.exported, tmp_path)
+    _, tokenizer = load(saved.run)
+    right = []
+    for question in samples:
+        document, begin = question["doc"], [tokenizer.bos_id or 0, *tokenizer.encode(question["doc"]["verse"])]
+        ours = []
+        for ending, (theirs, _) in zip(document["endings"], question["filtered_resps"], strict=True):
+            tokens = torch.tensor([[*begin, *tokenizer.encode(f" {ending}")]])
+            labels = tokens.roll(-1)
+            labels[:, : len(begin) - 1] = labels[:, -1] = -100
+            ours.append(-saved.model(tokens, labels=labels).item())
+            assert abs(float(theirs) - ours[-1]) < 1e-4 * abs(ours[-1])
+        right.append(ours.index(max(ours)) == document["right"])
+    assert len(right) == 4
+    assert accuracy == sum(right) / len(right)
