@@ -141,20 +141,7 @@ class Checkpointer:
         with_optimizer = not (model_only or "optimizer" in self.config.exclude_from_loading)
         if with_optimizer:
             _allocate_state(self.optimizer)
-        tensors = self._tensors(with_optimizer)
-        reader = Reader(folder)
-        try:
-            metadata = reader.read_metadata()
-            # Stages of a pipeline have each their own: what none of them has is not in the model.
-            names = set().union(*gather(set(tensors)))
-            misfits = [misfit for found in gather([*_misfits(tensors, names, metadata)]) for misfit in found]
-            if misfits:
-                lines = [f"{folder} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)]
-                raise ConfigError(lines)
-            dcp.load(tensors, storage_reader=reader, process_group=self._group)
-        except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
-            reasons = [_cause(error) for error in _failures(failure).values()]
-            raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
+        load_tensors(self._tensors(with_optimizer), folder, self._group)
         return read_json(folder / "state.json")
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
@@ -264,6 +251,48 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match)
 
 
+def load_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None, convert: bool = False
+) -> None:
+    """Fill tensors, by the names of Checkpointer._tensors, from a verified checkpoint. Called by all ranks.
+
+    Raises:
+        ConfigError: with all that does not fit: also a dtype, unless it is to be converted.
+    """
+    reader = Reader(folder)
+    try:
+        metadata = reader.read_metadata()
+        # Stages of a pipeline have each their own: what none of them has is not in the model.
+        names = set().union(*gather(set(tensors)))
+        misfits = [misfit for found in gather([*_misfits(tensors, names, metadata, convert)]) for misfit in found]
+        if misfits:
+            raise ConfigError([f"{folder} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)])
+        dcp.load(tensors, storage_reader=reader, process_group=group)
+    except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
+        reasons = [_cause(error) for error in _failures(failure).values()]
+        raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
+
+
+def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
+    """A run's job file by tables, and its checkpoint of that step, or the newest that verifies. Called by all ranks.
+
+    Raises:
+        ConfigError: run is not a dump_folder, or has no such checkpoint.
+    """
+    try:
+        config = read_json(run / "run.json")["config"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run}: not the dump_folder of a run: {error}") from error
+    folder = run / config["checkpoint"]["folder"]
+    there = dict(steps_in(folder))
+    chosen = [step] if step is not None else sorted(there, reverse=True)
+    checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
+    if checkpoint is None:
+        steps, asked = ", ".join(map(str, there)) or "none", "any step" if step is None else f"step {step}"
+        raise ConfigError(f"{folder}: no good checkpoint of {asked}. Steps there: {steps}")
+    return config, checkpoint
+
+
 def fault(folder: Path, hashes: bool = True) -> str | None:
     """What is wrong with a checkpoint, the same answer on every rank; ranks share the hashing of its files.
 
@@ -349,7 +378,7 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
         group["lr"] = rate
 
 
-def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata) -> Iterator[str]:
+def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata, convert: bool) -> Iterator[str]:
     """What does not fit among this rank's tensors; and what none of the ranks, whose tensors have these names, has."""
     saved: dict[str, Any] = dict(metadata.state_dict_metadata)
     for name, tensor in tensors.items():
@@ -357,7 +386,7 @@ def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata) ->
             yield f"{name} is missing"
         elif saved[name].size != tensor.shape:
             yield f"{name} is {tuple(saved[name].size)} there and {tuple(tensor.shape)} here"
-        elif saved[name].properties.dtype != tensor.dtype:
+        elif saved[name].properties.dtype != tensor.dtype and not convert:
             yield f"{name} is {saved[name].properties.dtype} there and {tensor.dtype} here"
     kinds = {name.partition(".")[0] for name in names}
     for name in sorted(saved.keys() - names):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from components.checkpoint import Reader, fault, read_json, steps_in, together, write_json
+from components.checkpoint import Reader, find_checkpoint, read_json, together, write_json
 from components.config import ConfigError
 from components.distributed import init_distributed, own_slice, run_to_exit
 from components.exit_codes import ExitCode
@@ -103,7 +103,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     except (OSError, ValueError) as error:
         misfits.append(f"config.json: {error}")
     if misfits:
-        raise ConfigError([f"checkpoint.initial_load_path: {path}: {misfit}" for misfit in misfits])
+        raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
@@ -194,20 +194,10 @@ def main(argv: list[str]) -> int:
     command.add_argument("--step", type=int, help="the checkpoint; the newest that verifies if not given")
     command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
     options = parser.parse_args(argv)
-    try:
-        config = read_json(options.run / "run.json")["config"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{options.run}: not the dump_folder of a run: {error}") from error
     if options.folder.exists():
         raise ConfigError(f"{options.folder}: is there already")
     init_distributed(300)
-    folder = options.run / config["checkpoint"]["folder"]
-    there = dict(steps_in(folder))
-    chosen = [options.step] if options.step is not None else sorted(there, reverse=True)
-    checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
-    if checkpoint is None:
-        steps = ", ".join(map(str, there)) or "none"
-        raise ConfigError(f"{folder}: no good checkpoint of step {options.step or 'any'}. Steps there: {steps}")
+    config, checkpoint = find_checkpoint(options.run, options.step)
     model = meta_model(config["model"]["name"], config["model"]["flavor"])
     export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))
     print(f"{checkpoint} -> {options.folder}")

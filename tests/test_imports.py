@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ENTRY_POINTS = {"components.weights"}
-"""Components with a command line that takes any model."""
+ENTRY_POINTS = {"components.generate", "components.weights"}
+"""Components with a command line that takes any model: as train.py does, they know models and layouts."""
 OURS = {"components", "models", "parallelize", "tests", "train"}
 
 
@@ -74,8 +74,10 @@ def _forbidden(module: str, name: str, families: set[str]) -> str | None:
     if _in(module, "components.config"):
         allowed = top in {"pydantic", "annotated_types"} | sys.stdlib_module_names or _in(name, "components.config")
         return None if allowed else "the job file is read without torch, by the standard library and pydantic"
+    if module in ENTRY_POINTS:
+        return "an entry point knows no named model" if f"models.{name.rpartition('.')[2]}" in families else None
     if _in(module, "components"):
-        if top == "models" and module not in ENTRY_POINTS:
+        if top == "models":
             return "components know no model"
         # launch.py is an entry point, as train.py is: it asks the rules too.
         layout = {"parallelize.mesh", "parallelize.rules"} if module == "components.launch" else {"parallelize.mesh"}
@@ -114,6 +116,9 @@ def test_every_import_is_allowed() -> None:
         ("components.loss", "from parallelize.rules import check_layout"),
         ("components.loss", "from parallelize import PARALLELIZE"),
         ("components.loss", "import train"),
+        ("components.generate", "import train"),
+        ("components.generate", "from models.llama import Llama"),
+        ("components.generate", "from parallelize.llama import parallelize_llama"),
         ("parallelize.data", "from train import main"),
         ("parallelize.data", "from models.llama import Llama"),
         ("parallelize.data", "from models import llama"),
@@ -136,6 +141,8 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
         ("models.llama", "from models.layers import Attention"),
         ("components.loss", "from parallelize.mesh import Degrees"),
         ("components.launch", "from parallelize.rules import check_layout"),
+        ("components.generate", "from models import MODELS"),
+        ("components.generate", "from parallelize import parallelize_model"),
         ("parallelize.llama", "from models.llama import Llama"),
         ("parallelize.rules", "from models import MODELS"),
         ("parallelize.plan", "from train import build"),

@@ -239,7 +239,11 @@ def check_initial_weights(config: JobConfig) -> None:
         from models import meta_model
 
         model = meta_model(config.model.name, config.model.flavor)
-        check_weights(model, Path(config.checkpoint.initial_load_path))
+        try:
+            check_weights(model, Path(config.checkpoint.initial_load_path))
+        except ConfigError as error:
+            found = [f"checkpoint.initial_load_path: {message}" for message in error.messages]
+            raise ConfigError(found) from error
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:

@@ -1,0 +1,257 @@
+"""Text from a model: a run's newest good checkpoint (or --step N), or a Hugging Face folder.
+
+    python -m components.generate outputs/llama_debug "In the beginning" --tokens 100
+    torchrun --nproc-per-node 2 -m components.generate FOLDER "In the beginning"
+
+On one device, or with each matrix split over all ranks that torchrun starts. Each token passes through the model once:
+attention keeps the keys and values of those before it. The model's code knows nothing of that.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.checkpoint import find_checkpoint, load_tensors, read_json
+from components.config import ConfigError, JobConfig, Model, Parallelism, Training
+from components.distributed import init_distributed, run_to_exit
+from components.exit_codes import ExitCode
+from components.tokenizer import Tokenizer, load_tokenizer
+from components.weights import check_weights, load_weights
+from models import MODELS, meta_model
+from models.hugging_face import from_hugging_face
+from models.layers import AttentionCore
+from parallelize import parallelize_model
+from parallelize.mesh import Degrees, Mesh
+from parallelize.rules import check_model
+
+_CHUNK_TOKENS = 512  # of a prompt at a time: the head makes logits of all of them
+
+
+@dataclass
+class Source:
+    """What a folder says of its model, before any memory is taken."""
+
+    name: str
+    """The family, of models.MODELS."""
+    model: Any
+    """The whole of it, on the meta device."""
+    tokenizer: str
+    said: str
+    load: Callable[[nn.Module], None]
+    """Fills the parameters that this rank has."""
+
+
+def open_source(folder: Path, step: int | None) -> Source:
+    """A run's dump_folder, or a Hugging Face folder. Called by all ranks.
+
+    Raises:
+        ConfigError: it is neither, or nothing in it can be used.
+    """
+    if (folder / "run.json").exists():
+        return _open_run(folder, step)
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder}: no run.json and no config.json: not a dump_folder, and no Hugging Face folder")
+    if step is not None:
+        raise ConfigError(f"--step {step}: {folder} is a Hugging Face folder, which has no steps")
+    return _open_hugging_face(folder)
+
+
+def _open_run(folder: Path, step: int | None) -> Source:
+    config, checkpoint = find_checkpoint(folder, step)
+    name, flavor = config["model"]["name"], config["model"]["flavor"]
+    check_model(JobConfig(model=Model(name=name, flavor=flavor)))
+
+    def load(model: nn.Module) -> None:
+        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
+        load_tensors(tensors, checkpoint, convert=True)
+
+    said = f"{name} {flavor} from {checkpoint}"
+    return Source(name, meta_model(name, flavor), config["model"]["hf_assets_path"], said, load)
+
+
+def _open_hugging_face(folder: Path) -> Source:
+    file = folder / "config.json"
+    families = {model_class.hf_type: name for name, (model_class, _) in MODELS.items()}
+    try:
+        given = read_json(file)
+        name = families.get(given.get("model_type"))
+        if name is None:
+            raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
+        model_class, flavors = MODELS[name]
+        # These have other defaults there than here.
+        needed = {"rms_norm_eps", "rope_theta"} - {*given, *(given.get("rope_parameters") or ())}
+        if needed:
+            raise ConfigError(f"{file}: {', '.join(sorted(needed))}: not given")
+        sizes = from_hugging_face(given, type(next(iter(flavors.values()))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    with torch.device("meta"):
+        model = model_class(sizes)
+    check_weights(model, folder)
+    # Beside it there may be a tokenizer.model of another kind.
+    tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
+    return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
+
+
+def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model with its weights, its matrices split over all ranks.
+
+    Raises:
+        ConfigError: the ranks cannot share it evenly, or the weights do not fit.
+    """
+    ranks, sizes = dist.get_world_size(), source.model.config
+    check_ranks(sizes, ranks)
+    # One token cannot be split along the sequence. Weights are of the dtype themselves: nothing is to be cast.
+    config = JobConfig(
+        parallelism=Parallelism(tensor_parallel_degree=ranks, sequence_parallel=False),
+        training=Training(mixed_precision_param="float32"),
+    )
+    mesh = Mesh(Degrees(tp=ranks), device.type)
+    (model,) = parallelize_model(source.name)(source.model.to(dtype), mesh, config)
+    model.to_empty(device=device)
+    model.tie_weights()
+    source.load(model)
+    return model
+
+
+def check_ranks(sizes: Any, ranks: int) -> None:
+    """Raises ConfigError where ranks cannot split a model of these sizes evenly."""
+    split = {"attention heads": sizes.n_heads, "key/value heads": sizes.n_kv_heads}
+    split |= {"feed-forward columns": sizes.ffn_dim, "tokens in its vocabulary": sizes.vocab_size}
+    uneven = [f"{size} {what}" for what, size in split.items() if size % ranks]
+    if uneven:
+        raise ConfigError(f"the model has {', '.join(uneven)}, which {ranks} ranks cannot share evenly")
+
+
+class CachedCore(AttentionCore):
+    """Attention of new tokens to all so far, whose keys and values (B, G, T, K) it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        assert mask is None, "the tokens are of one document"
+        if self.kept is not None:
+            k, v = torch.cat((self.kept[0], k), dim=2), torch.cat((self.kept[1], v), dim=2)
+        self.kept = k, v
+        new, total = q.shape[2], k.shape[2]
+        causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        return super().forward(q, k, v, causal[None, None])
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int]) -> Iterator[int]:
+    """The tokens that follow a prompt, without end. choose takes the logits (V,), float32 on the CPU, of the next one.
+
+    Every rank gets the same logits. The model's attention cores are replaced: one prompt at a time.
+    """
+    for module in [*model.modules()]:
+        if isinstance(getattr(module, "core", None), AttentionCore):
+            module.core = CachedCore()
+    device = next(model.parameters()).device
+    new, done = torch.tensor(prompt), 0
+    while True:
+        for tokens in new.split(_CHUNK_TOKENS):
+            positions = torch.arange(done, done + len(tokens), device=device)
+            logits = model(tokens[None].to(device), positions=positions[None])
+            done += len(tokens)
+        token = choose(logits[0, -1].float().cpu())
+        yield token
+        new = torch.tensor([token])
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token by its logits (V,) / temperature, of the likeliest that have top_p together (arXiv:1904.09751).
+
+    The likeliest of all where temperature is 0.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = (logits.double() / temperature).softmax(dim=0).sort(descending=True, stable=True)
+    before = probabilities.cumsum(dim=0) - probabilities
+    return int(tokens[torch.multinomial(probabilities * (before < top_p), 1, generator=generator)])
+
+
+def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens that follow a prompt, as they come; a character waits for the last of its bytes."""
+    ids, start, said = [*prompt], 0, len(prompt)
+    for token in tokens:
+        ids.append(token)
+        # With what came before: some tokenizers leave out the space of a first word.
+        before, text = tokenizer.decode(ids[start:said]), tokenizer.decode(ids[start:])
+        if not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            start, said = said, len(ids)
+    if rest := tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:said])) :]:
+        yield rest
+
+
+def continue_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, top_p: float, seed: int
+) -> Iterator[str]:
+    """The text that follows a prompt, in pieces: count tokens, or up to the tokenizer's last one.
+
+    It depends on the seed and the prompt, not on what was generated before.
+
+    Raises:
+        ConfigError: there is nothing to begin with.
+    """
+    ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
+    if not ids:
+        raise ConfigError("an empty prompt, and the tokenizer has no token that begins a text")
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        # A model may have more rows than there are tokens.
+        return sample(logits[: tokenizer.vocab_size], temperature, top_p, generator)
+
+    tokens = takewhile(lambda token: token != tokenizer.eos_id, islice(generate(model, ids, choose), count))
+    return decode_stream(tokenizer, ids, tokens)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns an exit code. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m components.generate", description=__doc__.partition("\n")[0])
+    parser.add_argument("source", type=Path, help="a run's dump_folder, or a Hugging Face folder")
+    parser.add_argument("prompts", nargs="+", metavar="prompt", help="what each text begins with")
+    parser.add_argument("--step", type=int, help="the run's checkpoint; the newest that verifies if not given")
+    parser.add_argument("--tokens", type=int, default=200, help="at the most, after each prompt (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that have so much together (1)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; the same for each prompt (0)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32 on CPU, else bfloat16")
+    options = parser.parse_args(argv)
+    if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):
+        parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
+    device = init_distributed(300)
+    source = open_source(options.source, options.step)
+    tokenizer = load_tokenizer(source.tokenizer)
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    model = build(source, device, getattr(torch, dtype))
+    first = dist.get_rank() == 0
+    if first:
+        print(f"{source.said}, {dtype}", file=sys.stderr)
+    for number, prompt in enumerate(options.prompts):
+        sampling = options.tokens, options.temperature, options.top_p, options.seed
+        pieces = continue_text(model, tokenizer, prompt, *sampling)
+        if first:
+            print("\n\n" * (number > 0) + prompt, end="", flush=True)
+        for piece in pieces:
+            if first:
+                print(piece, end="", flush=True)
+    if first:
+        print()
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    run_to_exit(main, sys.argv[1:])
