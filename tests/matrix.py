@@ -1,7 +1,7 @@
 """The matrix of layouts, generated from its axes: each is the run of one process, or is refused by a rule.
 
 python -m tests.matrix                      a spread: every pair of settings, in a few layouts
-python -m tests.matrix --all                every layout of the axes; writes docs/composition.md
+python -m tests.matrix --all                every product of the axes; writes docs/composition.md
 python -m tests.matrix --random 30 --seed 7 so many, drawn from all
 """
 
@@ -167,17 +167,21 @@ def layout(**given: str) -> Layout:
 DEGREES = ("dp", "tp", "cp", "pp", "schedule")
 
 
-def main_layouts() -> list[Layout]:
-    """The product of the main axes without pipelines; and of all degrees and schedules, up to MOST_RANKS ranks.
+def main_layouts(product_ranks: int = 8) -> list[Layout]:
+    """The product of the main axes without pipelines, of so many ranks at the most; and of all degrees and schedules.
 
     The other axes have their settings in turn.
     """
-    without = [axis for axis in AXES if axis not in SIDE_AXES]
-    return [*_product(without, pp=("1",)), *_product(DEGREES, pp=AXES["pp"][1:])]
+    main = _product([axis for axis in AXES if axis not in SIDE_AXES], pp=("1",))
+    return [
+        *(each for each in main if each.ranks <= product_ranks),
+        *(each for each in _product(DEGREES, pp=("1",)) if each.ranks > product_ranks),
+        *_product(DEGREES, pp=AXES["pp"][1:]),
+    ]
 
 
 def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
-    """Layouts of every combination of these axes; each has the next setting of each of the others."""
+    """Layouts of every combination of these axes, up to MOST_RANKS ranks; the others have their settings in turn."""
     values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
     # Once each, in order.
     found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
@@ -288,16 +292,19 @@ def main(argv: list[str]) -> int:
     """Print each layout with its worst gradient error and seconds; 1 if any was neither proven nor refused."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--all", action="store_true", help="every layout; then write docs/composition.md")
+    parser.add_argument("--product-ranks", type=int, default=8, metavar="N", help="multiply out to N ranks with --all")
     parser.add_argument("--random", type=int, default=0, metavar="N")
+    parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="fix an axis of those drawn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line for each layout is added to this file")
     parser.add_argument("--resume", action="store_true", help="leave out what this code has proven there")
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
     if options.random:
-        chosen = [any_layout(draw) for _ in range(options.random)]
+        fixed = dict(word.split("=", 1) for word in options.set)
+        chosen = [any_layout(draw, **fixed) for _ in range(options.random)]
     else:
-        chosen = main_layouts() if options.all else spread(options.seed)
+        chosen = main_layouts(options.product_ranks) if options.all else spread(options.seed)
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if options.resume:
         rows = composition.read(options.results)
