@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from components.config import ConfigError
 from components.exit_codes import ExitCode
 from parallelize.mesh import Mesh
 
+T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -50,6 +51,20 @@ def gather(value: object) -> list:
     values: list = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; and the ConfigError, if it raises one."""
+    made: list = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except ConfigError as error:
+            made = [error]
+    dist.broadcast_object_list(made)
+    if isinstance(made[0], ConfigError):
+        raise made[0]
+    return made[0]
 
 
 class StopSignal:
