@@ -49,3 +49,5 @@ if __name__ == "__main__":
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(ExitCode.CONFIG)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on from here")

@@ -15,6 +15,7 @@ from components.config import ROOT, ConfigError
 Kind = Literal["model", "dataset"]
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
 _WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
 _PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
 
 
@@ -43,12 +44,12 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
     except OSError as error:
         if error.errno is None:
-            raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
+            raise ConfigError(f"{repository}: {first_line(error)}") from None
         full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
         raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
     except Exception as error:
-        # The library's transport, and with it the type of a failed connection, changes from one version to another.
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "urllib3")):
+        # What carries the library's requests, and with it the type of a failed connection, changes between versions.
+        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
 
@@ -70,7 +71,10 @@ def dataset_revision(repository: str, revision: str | None) -> str:
         f'then here training.dataset_path = "assets/{repository.rpartition("/")[2]}", training.dataset_streaming = true'
     )
     with hub_errors(repository, "dataset", remedy=remedy):
-        return str(HfApi().dataset_info(repository, revision=revision).sha)
+        api = HfApi()
+        info = api.dataset_info(repository, revision=revision)
+        api.auth_check(repository, repo_type="dataset")  # a gated one tells about itself, but gives no files
+        return str(info.sha)
 
 
 def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, into: Path | None) -> None:
@@ -87,6 +91,7 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
     with hub_errors(repository, kind):
         api = HfApi()
         info = (api.dataset_info if kind == "dataset" else api.model_info)(repository, revision=revision)
+        api.auth_check(repository, repo_type=kind)
         there = sorted(file.rfilename for file in info.siblings or [])
         wanted = _wanted(there, kind, only)
         if not wanted:

@@ -88,7 +88,11 @@ def stream_spec(config: JobConfig) -> StreamSpec:
     else:
         match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
         if not match:
-            raise ConfigError(mistake(config, "training.dataset", 'expected "org/name:config@revision", or part of it'))
+            raise ConfigError(
+                mistake(
+                    config, "training.dataset", 'expected "org/name", "org/name:config" or "org/name:config@revision"'
+                )
+            )
         path, part, version = match["path"], match["config"], ""
         try:
             revision = dataset_revision(path, match["revision"])
@@ -112,6 +116,8 @@ def stream_spec(config: JobConfig) -> StreamSpec:
 def check_stream(config: JobConfig) -> None:
     """Raises ConfigError, one line, if the first document of what the job streams cannot be read."""
     spec = stream_spec(config)
+    name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
+    print(f"streaming {name}, tokens in {spec.folder}", flush=True)
     if read_progress(spec.folder).get("tokens"):
         return
     key = "training.dataset_path" if spec.revision is None else "training.dataset"

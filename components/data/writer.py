@@ -36,7 +36,7 @@ def main() -> None:
     except Timeout:  # another job's writer is at it: take over when that one ends
         print("ready", flush=True)
         lock.acquire()
-    progress = _begin(spec)
+    progress = begin(spec)
     print("ready", flush=True)
     try:
         if not progress["is_whole"]:
@@ -54,10 +54,15 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _begin(spec: StreamSpec) -> dict[str, Any]:
-    """What is there already, without what an earlier writer met with; what readers had asked for is forgotten."""
-    nothing = {"tokens": 0, "documents": 0, "is_whole": False, "place": {}, "key": spec.key}
-    progress = (read_progress(spec.folder) or nothing) | {"error": None}
+def begin(spec: StreamSpec) -> dict[str, Any]:
+    """What is there already, if it is; without what an earlier writer met with and what readers had asked of it."""
+    progress = read_progress(spec.folder) | {"error": None}
+    sizes = {"tokens.bin": token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)}
+    sizes["documents.bin"] = 8 * progress.get("documents", 0)
+    if any(os.path.getsize(spec.folder / name) < size for name, size in sizes.items() if size):
+        print(f"{spec.folder}: shorter than it was: made again from the start", file=sys.stderr, flush=True)
+        progress = {}
+    progress = {"key": spec.key, "tokens": 0, "documents": 0, "place": {}, "is_whole": False, "error": None} | progress
     (spec.folder / "wanted").write_bytes(bytes(8))
     _publish(spec.folder, progress)
     return progress
@@ -67,7 +72,7 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
     """Append tokens and document ends from where progress stands, and keep it up to date.
 
     Raises:
-        ConfigError: the data cannot be read, or what was written is not there any more.
+        ConfigError: the data cannot be read.
     """
     dtype = token_dtype(spec.vocab_size)
     bad: list[str] = []
@@ -75,10 +80,8 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
     skipped_before = progress["place"].get("skipped", 0)
     documents = stream_documents(spec, progress["place"])
     with (spec.folder / "tokens.bin").open("ab") as tokens, (spec.folder / "documents.bin").open("ab") as ends:
-        for file, size in ((tokens, dtype.itemsize * progress["tokens"]), (ends, 8 * progress["documents"])):
-            if file.tell() < size:
-                raise ConfigError(f"{file.name}: {file.tell()} bytes, not {size}: remove {spec.folder} to start again")
-            file.truncate(size)  # a killed writer leaves more than it published
+        tokens.truncate(dtype.itemsize * progress["tokens"])  # a killed writer leaves more than it published
+        ends.truncate(8 * progress["documents"])
 
         def publish() -> None:
             flush(tokens)
@@ -101,9 +104,9 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
                     time.sleep(0.05)
         if not total:
             raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-        progress["is_whole"] = True
+        skipped = skipped_before + len(bad)
+        progress |= {"is_whole": True, "skipped_records": skipped}
         publish()
-    skipped = skipped_before + len(bad)
     print(
         f"{spec.path}: all of it is tokenized, {total:,} tokens in {progress['documents']:,} documents"
         + (f"; {skipped:,} records skipped, the last: {bad[-1]}" if bad else ""),
