@@ -189,7 +189,7 @@ def test_a_writer_waits_for_readers_and_another_goes_on_where_it_was_killed(
             started = time.monotonic()
             with pytest.raises(RuntimeError, match=r"the process that tokenizes .* is gone: killed, or out of memory"):
                 others.get(np.array([len(right) - 1]))
-            assert time.monotonic() - started < 8
+            assert time.monotonic() - started < 20
     # What it had not published, and what it met with, is forgotten.
     for name in ("tokens.bin", "documents.bin"):
         with (of.folder / name).open("ab") as file:
@@ -201,6 +201,9 @@ def test_a_writer_waits_for_readers_and_another_goes_on_where_it_was_killed(
     # Files that lost something since are made again.
     assert begin(of)["tokens"] == len(right.cache.tokens)
     os.truncate(of.folder / "documents.bin", 10)
+    assert begin(of)["tokens"] == 0
+    (of.folder / "progress.json").write_text(json.dumps(killed))
+    (of.folder / "tokens.bin").unlink()
     assert begin(of)["tokens"] == 0
 
 
@@ -221,8 +224,8 @@ def test_a_record_without_text_stops_the_run_or_is_counted(tmp_path: Path) -> No
     texts: list = [*VERSES[:120], None, *VERSES[120:200], None]
     data = save_parquet(tmp_path / "data", texts)
     of, skipping = spec(data, tmp_path), spec(data, tmp_path, "--training.dataset_errors", "skip")
-    for one in (of, skipping):
-        one.folder.mkdir()
+    of.folder.mkdir()
+    skipping.folder.mkdir()
     with pytest.raises(ConfigError, match=r'record 121: no text in field "text".*dataset_errors = "skip"'):
         write(of, begin(of), 1 << 20)
     write(skipping, begin(skipping), 1 << 20)
@@ -307,6 +310,7 @@ FIELD = ["--training.dataset_text_field", "id"]
         (["--training.dataset_text_field", "body"], "dataset_path = .*Column name .'body'. not in the dataset"),
         (["--validation.enable"], "validation.enable = true: training data is streamed.*set validation.dataset_path"),
         (["--validation.enable", "--validation.held_out_fraction", "0.1"], "validation.held_out_fraction = 0.1: train"),
+        (["--training.dataset_cache", "/proc/cache"], 'dataset_cache = "/proc/cache": cannot make /proc/cache/stream-'),
         (["--training.dataset_path", "README.md"], 'dataset_path = "README.md": not a folder'),
         (["--training.dataset_path", "assets/figures"], "dataset_path = "),
     ],

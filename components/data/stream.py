@@ -31,7 +31,7 @@ from components.tokenizer import load_tokenizer
 AHEAD_TOKENS = 1 << 24
 """The writer waits when it is so many tokens ahead of what was asked for."""
 _POLL_SECONDS = 0.05
-_HANDOVER_SECONDS = 2.0
+_HANDOVER_SECONDS = 4.0
 """Another job's writer may take the place of one that ended."""
 _NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 
@@ -118,6 +118,10 @@ def check_stream(config: JobConfig) -> None:
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
     print(f"streaming {name}, tokens in {spec.folder}", flush=True)
+    try:
+        spec.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(mistake(config, "training.dataset_cache", f"cannot make {spec.folder}: {error}")) from None
     if read_progress(spec.folder).get("tokens"):
         return
     key = "training.dataset_path" if spec.revision is None else "training.dataset"

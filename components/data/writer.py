@@ -59,13 +59,17 @@ def begin(spec: StreamSpec) -> dict[str, Any]:
     progress = read_progress(spec.folder) | {"error": None}
     sizes = {"tokens.bin": token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)}
     sizes["documents.bin"] = 8 * progress.get("documents", 0)
-    if any(os.path.getsize(spec.folder / name) < size for name, size in sizes.items() if size):
+    if any(size and _size(spec.folder / name) < size for name, size in sizes.items()):
         print(f"{spec.folder}: shorter than it was: made again from the start", file=sys.stderr, flush=True)
         progress = {}
     progress = {"key": spec.key, "tokens": 0, "documents": 0, "place": {}, "is_whole": False, "error": None} | progress
     (spec.folder / "wanted").write_bytes(bytes(8))
     _publish(spec.folder, progress)
     return progress
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
 def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None:
