@@ -79,7 +79,8 @@ def ask_rank_0(run: train.Run) -> list[tuple[int, str]]:
 
 
 def test_every_rank_gets_what_rank_0_makes_or_its_mistake() -> None:
-    assert observe(ranks=2, steps=1, at_end=ask_rank_0).extra == [(0, "rank 0 knows no such dataset")] * 2
+    observed = observe("--training.local_batch_size", "6", ranks=2, steps=1, at_end=ask_rank_0)
+    assert observed.extra == [(0, "rank 0 knows no such dataset")] * 2
 
 
 @pytest.mark.parametrize("value", ['float("nan")', 'float("inf")'])
