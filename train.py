@@ -24,7 +24,6 @@ from components.checkpoint import Checkpointer
 from components.config import ConfigError, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
-from components.data.order import sequence_at
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
 from components.dry_run import Meter, fake_tensors, init_fake_group, known_shapes, report
 from components.exit_codes import ExitCode
@@ -209,7 +208,7 @@ def micro_batches(run: Run) -> Iterator[Batch]:
 def valid_tokens(run: Run) -> int:
     """Labels that count in the step's global batch: every rank knows them from the data order, without asking."""
     positions = np.arange(run.sequences, run.sequences + run.global_batch_size)
-    return run.train_set.count_valid(sequence_at(positions, len(run.train_set), run.config.debug.seed))
+    return run.train_set.count_valid(run.train_set.at(positions, run.config.debug.seed))
 
 
 def own_part(run: Run, batch: Batch) -> Batch:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from components.config import ConfigError
 from components.exit_codes import ExitCode
 from parallelize.mesh import Mesh
 
+T = TypeVar("T")
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
@@ -60,6 +61,20 @@ def own_slice(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
         return parameter, (0,) * parameter.ndim
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), offset
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; and the ConfigError, if it raises one."""
+    made: list = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except ConfigError as error:
+            made = [error]
+    dist.broadcast_object_list(made)
+    if isinstance(made[0], ConfigError):
+        raise made[0]
+    return made[0]
 
 
 class StopSignal:

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from components.config import ROOT
+from components.config import ROOT, ConfigError
+from components.distributed import from_rank_0, gather
 from tests.harness import RECIPE, broken_bars, observe, rewrite
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 
@@ -60,6 +62,25 @@ def test_a_step_never_waits_for_the_device(layout: str) -> None:
 def test_waiting_is_counted() -> None:
     fault = functools.partial(rewrite, "train", "train_step", "loss += part.detach()", "loss += part.detach().item()")
     assert observe(steps=1, at_end=count_waits, mutate=fault).extra
+
+
+def ask_rank_0(run: train.Run) -> list[tuple[int, str]]:
+    """What every rank got from rank 0, and what it was refused."""
+
+    def refuse() -> int:
+        raise ConfigError(f"rank {dist.get_rank()} knows no such dataset")
+
+    got = from_rank_0(dist.get_rank)
+    try:
+        from_rank_0(refuse)
+    except ConfigError as error:
+        return gather((got, str(error)))
+    return []
+
+
+def test_every_rank_gets_what_rank_0_makes_or_its_mistake() -> None:
+    observed = observe("--training.local_batch_size", "6", ranks=2, steps=1, at_end=ask_rank_0)
+    assert observed.extra == [(0, "rank 0 knows no such dataset")] * 2
 
 
 @pytest.mark.parametrize("value", ['float("nan")', 'float("inf")'])

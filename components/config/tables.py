@@ -137,9 +137,13 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: Name = "kjv"
-    """A registered dataset (components/data/sources.py); dataset_path goes before it."""
+    """kjv, which is bundled, or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
+    "org/name:config", "org/name:config@revision"; dataset_path goes before it."""
     dataset_path: Name | None = None
     """Your own data: a .txt, .jsonl or .parquet file, a folder or a glob of them."""
+    dataset_streaming: bool = False
+    """Tokenize dataset_path, a folder as on the hub, while training goes on and not before; sequences then come in the
+    order of the text. A dataset of the hub always is."""
     dataset_text_field: Name = "text"
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"

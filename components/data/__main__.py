@@ -1,24 +1,53 @@
-"""`python -m components.data prepare`: tokenize a job's data ahead of time."""
+"""`python -m components.data prepare`: tokenize a job's data ahead of time. `fetch`: bring files of the hub."""
 
+import argparse
 import sys
+from pathlib import Path
 
 from components.config import ConfigError, JobConfig, load_config
 from components.data.cache import data_spec, prepare
+from components.data.hub import fetch
+from components.data.stream import check_stream, is_stream
 from components.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:
-    """Make the token caches of training and validation data, where they are not there yet. Raises ConfigError."""
-    prepare(data_spec(config.training, config.model.hf_assets_path))
+    """Make the token caches of training and validation data, where they are not there yet. Raises ConfigError.
+
+    Of a stream only the first document is read.
+    """
+    if is_stream(config.training):
+        check_stream(config)
+    else:
+        prepare(data_spec(config.training, config.model.hf_assets_path))
     if config.validation.enable and config.validation.dataset_path:
         prepare(data_spec(config.training, config.model.hf_assets_path, config.validation.dataset_path))
 
 
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m components.data")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("prepare", help="--job.config_file FILE [--table.key value ...]", add_help=False)
+    fetching = commands.add_parser("fetch", help="files of a repository of the Hugging Face hub")
+    fetching.add_argument("repository", metavar="REPO", help="org/name; HF_TOKEN opens private and gated ones")
+    fetching.add_argument("--kind", choices=["model", "dataset"], default="model")
+    fetching.add_argument("--only", nargs="+", default=[], help="tokenizer, weights, all, or globs of file names")
+    fetching.add_argument("--revision", help="branch, tag or commit; main if left out")
+    fetching.add_argument("--into", type=Path, help="folder; assets/NAME if left out")
+    given, rest = parser.parse_known_args(argv)
+    if given.command == "prepare":
+        prepare_all(load_config(rest))
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    else:
+        fetch(given.repository, given.kind, given.only, given.revision, given.into)
+
+
 if __name__ == "__main__":
-    if sys.argv[1:2] != ["prepare"]:
-        sys.exit("usage: python -m components.data prepare --job.config_file FILE [--table.key value ...]")
     try:
-        prepare_all(load_config(sys.argv[2:]))
+        main(sys.argv[1:])
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(ExitCode.CONFIG)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: the same command goes on from here")

@@ -14,22 +14,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
-from components.data.sources import REGISTERED, BadRecord, find_files, read_documents
+from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.tokenizer import fingerprint, load_tokenizer
 
 _CHUNK = 1 << 16  # characters a worker gets at a time; also bounds what the tokenizer has to merge at once
 _FORMAT = "2"  # part of the key: another way to cut or store is another cache
+
+
+Documents = Iterable[tuple[str | BadRecord, Any]]
+"""Each with where its source stands behind it, for sources that can go on from there."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
     path = path or training.dataset_path
     if path is None:
         if training.dataset not in REGISTERED:
-            known = ", ".join(REGISTERED)
+            known = ", ".join([*REGISTERED, *HUB, "org/name of the Hugging Face hub"])
             raise ConfigError(f'training.dataset = "{training.dataset}": not one of {known}; or set dataset_path')
         path = str(REGISTERED[training.dataset])
     folder = ROOT / training.dataset_cache
@@ -98,7 +102,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
         if not (folder / "index.json").exists():
             with FileLock(spec.cache_folder / f".{key}.lock"):
                 if not (folder / "index.json").exists():
-                    _build(spec, files, folder, workers or _cores())
+                    _build(spec, files, folder, workers or cores())
         return TokenCache(folder)
     except OSError as error:
         raise ConfigError(f"training data {spec.path}, cache in {spec.cache_folder}: {error}") from error
@@ -121,12 +125,16 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
 
 def _key(spec: DataSpec, files: list[Path]) -> str:
     """Hash of contents, in order, and of all that decides how they become tokens."""
-    digest = hashlib.blake2b(digest_size=12)
-    for part in (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path)):
-        digest.update(part.encode() + b"\0")
+    digest = how_tokenized(spec)
     for file, content in zip(files, _hashes(spec.cache_folder, files)):
         digest.update(f"{file.suffix}:{content}\0".encode())
     return digest.hexdigest()
+
+
+def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
+    """Hash of what decides how documents become tokens."""
+    parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path))
+    return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
 
 
 def _hashes(cache_folder: Path, files: list[Path]) -> list[str]:
@@ -161,32 +169,29 @@ def _read_memory(file: Path) -> dict[str, str]:
 
 def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
     tokenizer = load_tokenizer(spec.tokenizer_path)
-    dtype = np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32
+    dtype = token_dtype(tokenizer.vocab_size)
     bad: list[str] = []
     ends: list[int] = []
     total, started = 0, time.perf_counter()
     size = sum(file.stat().st_size for file in files)
-    # Spawned workers import no more than they need and inherit no lock, thread or signal handler.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, np.dtype(dtype).str)
-    )
+    documents = ((document, None) for file in files for document in read_documents(file, spec.text_field))
     bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {spec.path}", file=sys.stderr)
-    with pool, bar, (folder / "tokens.bin").open("wb") as tokens:
-        for encoded, is_end, read_bytes in _encoded(pool, 4 * workers, files, spec, bad):
-            total += tokens.write(encoded) // np.dtype(dtype).itemsize
+    with bar, (folder / "tokens.bin").open("wb") as tokens:
+        for encoded, is_end, read_bytes, _ in tokenized(documents, spec, dtype, workers, bad):
+            total += tokens.write(encoded) // dtype.itemsize
             bar.update(read_bytes)
             if is_end:
                 ends.append(total)
-        _flush(tokens)
+        flush(tokens)
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    with (folder / "documents.bin").open("wb") as documents:
-        documents.write(np.asarray(ends, dtype=np.int64).tobytes())
-        _flush(documents)
+    with (folder / "documents.bin").open("wb") as file:
+        file.write(np.asarray(ends, dtype=np.int64).tobytes())
+        flush(file)
     index = {
         "key": key,
-        "dtype": np.dtype(dtype).name,
+        "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "tokens": total,
         "documents": len(ends),
@@ -195,7 +200,7 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     }
     with (folder / "index.json").open("wb") as file:
         file.write(json.dumps(index, indent=1).encode())
-        _flush(file)
+        flush(file)
     print(
         f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
         f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
@@ -203,34 +208,47 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     )
 
 
-def _encoded(
-    pool: ProcessPoolExecutor, ahead: int, files: list[Path], spec: DataSpec, bad: list[str]
-) -> Iterator[tuple[bytes, bool, int]]:
-    """(tokens, whether a document ends with them, bytes of text) in order, with at most `ahead` chunks under way."""
-    waiting: list[tuple[Future[bytes], bool, int]] = []
-    for chunk, is_start, is_end in _chunks(files, spec, bad):
-        waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode())))
-        if len(waiting) > ahead:
-            future, ends, size = waiting.pop(0)
-            yield future.result(), ends, size
-    for future, ends, size in waiting:
-        yield future.result(), ends, size
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The smallest type that holds every token."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _chunks(files: list[Path], spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool]]:
-    """(text, starts a document, ends a document): documents cut at white space where there is some; no empty ones."""
-    for file in files:
-        for document in read_documents(file, spec.text_field):
-            if isinstance(document, BadRecord):
-                if not spec.skip_errors:
-                    raise ConfigError(f'{document.reason}. To skip such records, training.dataset_errors = "skip"')
-                bad.append(document.reason)
-                continue
-            start = 0
-            while start < len(document):
-                end = _cut(document, start)
-                yield document[start:end], start == 0, end == len(document)
-                start = end
+def tokenized(
+    documents: Documents, spec: DataSpec, dtype: np.dtype, workers: int, bad: list[str]
+) -> Iterator[tuple[bytes, bool, int, Any]]:
+    """(tokens, whether a document ends with them, bytes of text, where the source stands), in order.
+
+    `workers` processes are a few chunks ahead of what is taken. Raises ConfigError for a record that cannot be read,
+    unless it is to be skipped: then its reason is added to `bad`.
+    """
+    # Spawned workers import no more than they need and inherit no lock, thread or signal handler.
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, dtype.str)
+    )
+    waiting: list[tuple[Future[bytes], bool, int, Any]] = []
+    with pool:
+        for chunk, is_start, is_end, place in _chunks(documents, spec, bad):
+            waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode()), place))
+            if len(waiting) > 4 * workers:
+                future, *rest = waiting.pop(0)
+                yield future.result(), *rest
+        for future, *rest in waiting:
+            yield future.result(), *rest
+
+
+def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
+    """(text, starts a document, ends one, place): documents cut at white space where there is some; no empty ones."""
+    for document, place in documents:
+        if isinstance(document, BadRecord):
+            if not spec.skip_errors:
+                raise ConfigError(f'{document.reason}. To skip such records, training.dataset_errors = "skip"')
+            bad.append(document.reason)
+            continue
+        start = 0
+        while start < len(document):
+            end = _cut(document, start)
+            yield document[start:end], start == 0, end == len(document), place
+            start = end
 
 
 def _cut(document: str, start: int) -> int:
@@ -271,10 +289,10 @@ def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
     return np.asarray(ids, dtype=_worker["dtype"]).tobytes()
 
 
-def _cores() -> int:
+def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _flush(file: BinaryIO) -> None:
+def flush(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

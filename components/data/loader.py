@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from components.data.order import sequence_at
+from components.config import ConfigError
 from components.data.packed import PackedSequences
 
 IGNORED = -100
@@ -50,7 +50,7 @@ class _Order(Sampler):
 
     def __init__(
         self,
-        num_sequences: int,
+        sequences: PackedSequences,
         seed: int,
         global_batch_size: int,
         local_batch_size: int,
@@ -58,7 +58,7 @@ class _Order(Sampler):
         batch_ranks: int,
         consumed_sequences: int,
     ) -> None:
-        self.num_sequences, self.seed = num_sequences, seed
+        self.sequences, self.seed = sequences, seed
         self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
         self.share = global_batch_size // batch_ranks
         self.batch_rank, self.consumed_sequences = batch_rank, consumed_sequences
@@ -69,7 +69,7 @@ class _Order(Sampler):
             start = step_start + self.batch_rank * self.share
             for first in range(start, start + self.share, self.local_batch_size):
                 positions = np.arange(first, first + self.local_batch_size)
-                yield sequence_at(positions, self.num_sequences, self.seed)
+                yield self.sequences.at(positions, self.seed)
             step_start += self.global_batch_size
 
 
@@ -86,6 +86,8 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
         yield from loader
     except (ConnectionError, EOFError) as error:
         raise RuntimeError("a DataLoader worker is gone: killed, or out of memory") from error
+    except ConfigError as error:  # a worker's comes with its traceback in front
+        raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from None
 
 
 def build_loader(
@@ -111,9 +113,7 @@ def build_loader(
     there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
     is a RuntimeError.
     """
-    order = _Order(
-        len(sequences), seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences
-    )
+    order = _Order(sequences, seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences)
     context = multiprocessing.get_context("spawn")
     leaving = context.RawValue("b", 0)
     atexit.register(setattr, leaving, "value", 1)

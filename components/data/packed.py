@@ -6,8 +6,17 @@ import numpy as np
 
 from components.config import ConfigError
 from components.data.cache import TokenCache
+from components.data.order import sequence_at
+from components.data.stream import StreamCache
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
+
+
+def _too_few(num_tokens: int, what: str, seq_len: int) -> str:
+    return (
+        f"{num_tokens} tokens for {what} do not fill one sequence of {seq_len} (and the token after it): "
+        "give more text or a shorter seq_len"
+    )
 
 
 class PackedSequences:
@@ -22,7 +31,7 @@ class PackedSequences:
 
     def __init__(
         self,
-        cache: TokenCache,
+        cache: TokenCache | StreamCache,
         seq_len: int,
         part: Literal["all", "train", "validation"] = "all",
         held_out_fraction: float = 0.0,
@@ -38,10 +47,7 @@ class PackedSequences:
         self.num_tokens = {"all": stream, "train": stream - held_out, "validation": held_out}[part]
         self.num_sequences = (self.num_tokens - 1) // seq_len
         if self.num_sequences < 1:
-            raise ConfigError(
-                f"{self.num_tokens} tokens for {'validation' if part == 'validation' else 'training'} do not fill one "
-                f"sequence of {seq_len} (and the token after it): give more text or a shorter seq_len"
-            )
+            raise ConfigError(_too_few(self.num_tokens, "validation" if part == "validation" else "training", seq_len))
 
     @property
     def _start(self) -> int:
@@ -50,6 +56,10 @@ class PackedSequences:
 
     def __len__(self) -> int:
         return self.num_sequences
+
+    def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """The sequences that stand at these positions of the global order (int64, from 0 on without end)."""
+        return sequence_at(positions, self.num_sequences, seed)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n, seq_len + 1) and document ids (n, seq_len) of n sequences, int64.
@@ -79,3 +89,30 @@ class PackedSequences:
             return period * self._period + self._start + offset
         period, offset = np.divmod(positions, self._period - self._block)
         return period * self._period + offset + np.where(offset >= self._start, self._block, 0)
+
+
+class StreamedSequences(PackedSequences):
+    """Sequences of a stream, in its own order: how many there are is not known before it ends.
+
+    Sequence numbers go on without end; those after the last one begin again with the first.
+    """
+
+    def __init__(self, cache: StreamCache, seq_len: int) -> None:
+        self.cache: StreamCache = cache
+        self.seq_len, self.part, self.key = seq_len, "all", cache.key
+
+    def __len__(self) -> int:
+        raise TypeError("a stream has no length")
+
+    def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        return np.asarray(positions, dtype=np.int64)
+
+    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """As above, after waiting until their tokens are there. Raises what StreamCache.reach raises."""
+        self.cache.reach((int(np.max(indices)) + 1) * self.seq_len + 1)
+        if self.cache.is_whole:
+            num_sequences = (len(self.cache.tokens) - 1) // self.seq_len
+            if num_sequences < 1:
+                raise ConfigError(_too_few(len(self.cache.tokens), "training", self.seq_len))
+            indices = np.asarray(indices) % num_sequences
+        return super().get(indices)

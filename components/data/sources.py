@@ -13,6 +13,9 @@ from components.config import ROOT, ConfigError
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Datasets by name: training.dataset."""
 
+HUB = {"c4": "allenai/c4:en"}
+"""Other names of datasets of the Hugging Face hub."""
+
 TEXT = {".txt", ".text"}
 ENDINGS = TEXT | {".jsonl", ".parquet"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -38,7 +41,7 @@ def find_files(path: str) -> list[Path]:
             raise ConfigError(f'training data {path}: ending "{given.suffix}" is not one of {known}')
         found = [given]
     elif given.is_dir():
-        found = [file for file in _walk(given) if file.suffix in ENDINGS]
+        found = [file for file in walk(given) if file.suffix in ENDINGS]
     else:
         found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in ENDINGS]
         if not found and not glob.has_magic(str(given)):
@@ -50,14 +53,14 @@ def find_files(path: str) -> list[Path]:
     return full
 
 
-def _walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     """Files in a folder, but for hidden ones; links are followed, except to a folder that we are in."""
     real = folder.resolve()
     if real in above:
         return
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.name.startswith("."):
-            yield from _walk(entry, above | {real})
+            yield from walk(entry, above | {real})
         elif entry.is_file() and not entry.name.startswith("."):
             yield entry
 
@@ -69,7 +72,7 @@ def _matches(pattern: str) -> Iterator[Path]:
         yield from map(Path, glob.glob(pattern))
         return
     for folder in glob.glob(head or "."):
-        yield from (file for file in _walk(Path(folder)) if file.relative_to(folder).match(tail.strip("/") or "*"))
+        yield from (file for file in walk(Path(folder)) if file.relative_to(folder).match(tail.strip("/") or "*"))
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:

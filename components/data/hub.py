@@ -1,0 +1,117 @@
+"""The Hugging Face hub: which revision of a repository is meant, and its files brought into a folder.
+
+huggingface_hub is imported where it is used: most runs never ask the hub.
+"""
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Literal
+
+from components.config import ROOT, ConfigError
+
+Kind = Literal["model", "dataset"]
+_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
+_WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+_PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
+
+
+@contextmanager
+def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[None]:
+    """What goes wrong in asking the hub becomes a ConfigError of one line, with a remedy for where no network is."""
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise ConfigError(
+            f"{repository} is gated: ask for access at {_page(repository, kind)}, then set HF_TOKEN to a token of yours"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ConfigError(
+            f"no {kind} {repository} on the hub that you may read; if it is private, set HF_TOKEN to a token of yours"
+        ) from None
+    except errors.HFValidationError as error:
+        raise ConfigError(f"{repository}: not a name of the hub: {first_line(error)}") from None
+    except errors.RevisionNotFoundError:
+        raise ConfigError(f"{repository} has no such revision; see {_page(repository, kind)}/commits/main") from None
+    except errors.HfHubHTTPError as error:
+        raise ConfigError(f"{repository}: the hub refused: {first_line(error)}") from None
+    except (ConnectionError, errors.LocalEntryNotFoundError) as error:
+        raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
+    except OSError as error:
+        if error.errno is None:
+            raise ConfigError(f"{repository}: {first_line(error)}") from None
+        full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
+        raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
+    except Exception as error:
+        # What carries the library's requests, and with it the type of a failed connection, changes between versions.
+        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+            raise
+        raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _page(repository: str, kind: Kind) -> str:
+    return f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repository}"
+
+
+def dataset_revision(repository: str, revision: str | None) -> str:
+    """The commit that a branch, tag or commit of a dataset is (main if None). Raises ConfigError."""
+    from huggingface_hub import HfApi
+
+    remedy = (
+        f". On a machine with network: python -m components.data fetch {repository} --kind dataset; "
+        f'then here training.dataset_path = "assets/{repository.rpartition("/")[2]}", training.dataset_streaming = true'
+    )
+    with hub_errors(repository, "dataset", remedy=remedy):
+        api = HfApi()
+        info = api.dataset_info(repository, revision=revision)
+        api.auth_check(repository, repo_type="dataset")  # a gated one tells about itself, but gives no files
+        return str(info.sha)
+
+
+def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, into: Path | None) -> None:
+    """Bring files of a repository into a folder (assets/<its name> if None) and say which key wants them.
+
+    `only` has names of parts (tokenizer, weights, all) or globs of files. What was interrupted goes on where it was.
+
+    Raises:
+        ConfigError: the hub cannot be reached or has no such thing, or the files cannot be written.
+    """
+    from huggingface_hub import HfApi, snapshot_download
+
+    folder = into or ROOT / "assets" / repository.rpartition("/")[2]
+    with hub_errors(repository, kind):
+        api = HfApi()
+        info = (api.dataset_info if kind == "dataset" else api.model_info)(repository, revision=revision)
+        api.auth_check(repository, repo_type=kind)
+        there = sorted(file.rfilename for file in info.siblings or [])
+        wanted = _wanted(there, kind, only)
+        if not wanted:
+            raise ConfigError(f"{repository} has no {' or '.join(only)}; it has {', '.join(there[:20]) or 'no files'}")
+        snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
+    size = sum((folder / name).stat().st_size for name in wanted)
+    print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
+    if kind == "dataset":
+        print(f'training.dataset_path = "{folder}"\ntraining.dataset_streaming = true')
+    if kind == "model" and any(fnmatch(name, pattern) for name in wanted for pattern in _TOKENIZER):
+        print(f'model.hf_assets_path = "{folder}"')
+    if kind == "model" and any(name.endswith(".safetensors") for name in wanted):
+        print(f'checkpoint.initial_load_path = "{folder}"')
+
+
+def _wanted(there: list[str], kind: Kind, only: list[str]) -> list[str]:
+    """Those of a repository's files that are asked for; of a model, tokenizer and weights if nothing is."""
+    if "all" in only or not only:
+        only = ["tokenizer", "weights"] if kind == "model" else ["*"]
+    patterns = [pattern for name in only for pattern in _PARTS.get(name, [name])]
+    if "tokenizer.json" in there:  # then tokenizer.model may be of another kind, which is not read here
+        patterns = [pattern for pattern in patterns if pattern != "tokenizer.model"]
+    return [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,0 +1,274 @@
+"""Documents of the hub, or of a folder in its layout, tokenized ahead of the training that reads them.
+
+<cache_folder>/stream-<hash>/tokens.bin, documents.bin   as in cache.py, but growing, in the order of the dataset
+                             progress.json               how much of them may be read, and where the writer goes on
+                             wanted                      tokens that readers have asked for, int64
+
+On each node its first rank starts the writer (writer.py); every rank and every loader worker reads.
+"""
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.config import ROOT, ConfigError, JobConfig, Training, mistake
+from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtype
+from components.data.hub import dataset_revision, first_line, hub_errors
+from components.data.sources import HUB, REGISTERED, BadRecord, walk
+from components.tokenizer import load_tokenizer
+
+AHEAD_TOKENS = 1 << 24
+"""The writer waits when it is so many tokens ahead of what was asked for."""
+_POLL_SECONDS = 0.05
+_HANDOVER_SECONDS = 4.0
+"""Another job's writer may take the place of one that ended."""
+_NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamSpec(DataSpec):
+    """What is streamed (the split "train"), and how it is tokenized."""
+
+    config: str | None
+    revision: str | None
+    """A commit of the hub; None for a folder."""
+    key: str
+    """Decides which tokens come when."""
+    vocab_size: int
+    folder: Path
+    """Of the cache."""
+
+    @property
+    def lock_file(self) -> Path:
+        return self.folder.with_name(f".{self.folder.name}.lock")
+
+
+def is_stream(training: Training) -> bool:
+    """Whether the training data is streamed: as it says, or because it is the hub's."""
+    on_hub = training.dataset in HUB or "/" in training.dataset
+    return training.dataset_streaming or (training.dataset_path is None and on_hub)
+
+
+def stream_spec(config: JobConfig) -> StreamSpec:
+    """What the job streams. The hub is asked which commit is meant.
+
+    Raises:
+        ConfigError: one line: no network, no such dataset or revision, no access, not a folder, or keys that a stream
+            cannot honour.
+    """
+    training = config.training
+    if "training.dataset_streaming" in config.origins and not training.dataset_streaming:
+        reason = f'"{training.dataset}" is of the hub and always streamed; or fetch it and set training.dataset_path'
+        raise ConfigError(mistake(config, "training.dataset_streaming", reason))
+    if config.validation.enable and not config.validation.dataset_path:
+        reason = "training data is streamed, so no part of it can be held out: set validation.dataset_path"
+        key = "validation.held_out_fraction"
+        raise ConfigError(mistake(config, key if key in config.origins else "validation.enable", reason))
+    if training.dataset_path or training.dataset in REGISTERED:
+        base = data_spec(training, config.model.hf_assets_path)
+        path, part, revision = str(Path(base.path).expanduser().absolute()), None, None
+        if not Path(path).is_dir():
+            raise ConfigError(mistake(config, "training.dataset_path", "not a folder; only folders are streamed"))
+        files = sorted((str(file.relative_to(path)), file.stat()) for file in walk(Path(path)))
+        name = hashlib.blake2b(repr([(file, state.st_size) for file, state in files]).encode(), digest_size=12)
+        # A copy of the folder is the same data, but not surely the same cache.
+        version = str([state.st_mtime_ns for _, state in files])
+        data = name.hexdigest()
+    else:
+        match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
+        if not match:
+            raise ConfigError(
+                mistake(
+                    config, "training.dataset", 'expected "org/name", "org/name:config" or "org/name:config@revision"'
+                )
+            )
+        path, part, version = match["path"], match["config"], ""
+        try:
+            revision = dataset_revision(path, match["revision"])
+        except ConfigError as error:
+            raise ConfigError(mistake(config, "training.dataset", str(error))) from None
+        base = data_spec(training, config.model.hf_assets_path, path)
+        data = f"{path}:{part or 'default'}@{revision}"
+    key = f"{data}/{how_tokenized(base).hexdigest()}"
+    folder = base.cache_folder / f"stream-{hashlib.blake2b((key + version).encode(), digest_size=12).hexdigest()}"
+    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)} | {"path": path}
+    return StreamSpec(
+        **fields,
+        config=part,
+        revision=revision,
+        key=key,
+        vocab_size=load_tokenizer(base.tokenizer_path).vocab_size,
+        folder=folder,
+    )
+
+
+def check_stream(config: JobConfig) -> None:
+    """Raises ConfigError, one line, if the first document of what the job streams cannot be read."""
+    spec = stream_spec(config)
+    name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
+    print(f"streaming {name}, tokens in {spec.folder}", flush=True)
+    try:
+        spec.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(mistake(config, "training.dataset_cache", f"cannot make {spec.folder}: {error}")) from None
+    if read_progress(spec.folder).get("tokens"):
+        return
+    key = "training.dataset_path" if spec.revision is None else "training.dataset"
+    try:
+        with hub_errors(spec.path, "dataset"):
+            first = next(stream_documents(spec, {}), (BadRecord("no documents in it"), None))[0]
+    except (ConfigError, ValueError, FileNotFoundError) as error:
+        raise ConfigError(mistake(config, key, " ".join(str(error).split()))) from None
+    if isinstance(first, BadRecord) and not spec.skip_errors:
+        raise ConfigError(mistake(config, key, first.reason))
+
+
+def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | BadRecord, dict[str, Any]]]:
+    """Documents from a place on (from the first if it is empty), each with the place behind it.
+
+    Raises:
+        ConfigError: a file cannot be decoded. All that datasets raises for other reasons comes through.
+    """
+    import datasets
+    import pyarrow
+
+    datasets.disable_progress_bars()
+    builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
+    if builder.name == "text":
+        builder.config.sample_by = "document"  # a file, as without streaming
+    stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
+    if place:
+        stream.load_state_dict(place["state"])
+    records, skipped = place.get("records", 0), place.get("skipped", 0)
+    try:
+        for record in stream:
+            records += 1
+            text = record.get(spec.text_field)
+            skipped += not isinstance(text, str)
+            reason = f'record {records:,}: no text in field "{spec.text_field}" (training.dataset_text_field)'
+            behind = {"records": records, "skipped": skipped, "state": stream.state_dict()}
+            yield text if isinstance(text, str) else BadRecord(f"{spec.path}: {reason}"), behind
+    except (pyarrow.ArrowException, UnicodeDecodeError, EOFError, datasets.exceptions.DatasetsError) as error:
+        reason = f"cannot be read after record {records:,}: {first_line(error.__cause__ or error)}"
+        raise ConfigError(f"training data {spec.path}: {reason}") from error
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What the writer has published last; empty if nothing yet."""
+    try:
+        return json.loads((folder / "progress.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def read_wanted(folder: Path) -> int:
+    """Tokens that readers have asked for."""
+    return int.from_bytes((folder / "wanted").read_bytes(), "little")
+
+
+class StreamCache:
+    """A cache that a writer adds to: tokens and document ends as far as they were last seen, and waiting for more."""
+
+    def __init__(self, spec: StreamSpec, writer: "subprocess.Popen[str] | None" = None) -> None:
+        self.spec, self.key, self.folder = spec, spec.key, spec.folder
+        self.writer = writer  # ends with this object, or with the process
+        self.tokens = np.empty(0, token_dtype(spec.vocab_size))
+        self.document_ends = np.empty(0, np.int64)
+        self.is_whole = False
+
+    def __reduce__(self) -> tuple[type["StreamCache"], tuple[StreamSpec]]:
+        """Another process looks for itself, and is not the writer's parent."""
+        return StreamCache, (self.spec,)
+
+    def reach(self, wanted: int) -> None:
+        """Wait until so many tokens are there, or all that the dataset has.
+
+        Raises:
+            ConfigError: the writer met data that cannot be read.
+            RuntimeError: the writer failed, or is gone.
+        """
+        started = told = alive = time.monotonic()
+        while not self.is_whole:
+            self._ask(wanted)
+            if len(self.tokens) >= wanted:
+                return
+            progress = read_progress(self.folder)
+            if progress.get("tokens", 0) > len(self.tokens):
+                self._map(progress)
+            if self.is_whole or len(self.tokens) >= wanted:
+                return
+            if progress.get("error"):
+                raise (ConfigError if progress["is_mistake"] else RuntimeError)(progress["error"])
+            now = time.monotonic()
+            if self._writer_lives():
+                alive = now
+            elif now - alive > _HANDOVER_SECONDS:
+                raise RuntimeError(f"the process that tokenizes {self.spec.path} is gone: killed, or out of memory")
+            if now - told > 10:
+                told = now
+                print(
+                    f"waiting for tokens of {self.spec.path} for {now - started:.0f} s: "
+                    f"{len(self.tokens):,} of {wanted:,} are there",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def _map(self, progress: dict[str, Any]) -> None:
+        self.tokens = np.memmap(self.folder / "tokens.bin", self.tokens.dtype, "r", shape=(progress["tokens"],))
+        self.document_ends = np.memmap(self.folder / "documents.bin", np.int64, "r", shape=(progress["documents"],))
+        self.is_whole = progress["is_whole"]
+
+    def _ask(self, wanted: int) -> None:
+        """Readers write over each other, but one that waits asks again."""
+        try:
+            if read_wanted(self.folder) < wanted:
+                (self.folder / "wanted").write_bytes(wanted.to_bytes(8, "little"))
+        except FileNotFoundError:  # the writer has only begun
+            return
+
+    def _writer_lives(self) -> bool:
+        """Whether any process holds the writer's lock. Asking for a share of it keeps no other reader from asking."""
+        try:
+            with self.spec.lock_file.open() as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+
+def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subprocess.Popen[str]":
+    """Start the process that tokenizes ahead. It ends when its standard input does: with this process at the latest.
+
+    Raises:
+        RuntimeError: it ended before it began.
+    """
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Not by multiprocessing: that would import train.py, and torch with it, in the writer and its workers.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "components.data.writer"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert process.stdin
+    assert process.stdout
+    process.stdin.write(json.dumps([dataclasses.asdict(spec), ahead_tokens], default=str) + "\n")
+    process.stdin.flush()
+    if not process.stdout.readline():
+        raise RuntimeError(f"the process that tokenizes {spec.path} ended at once, with exit code {process.wait()}")
+    return process

@@ -1,0 +1,130 @@
+"""`python -m components.data.writer`: tokenizes a stream ahead of its readers. Started by stream.start_writer."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from components.config import ConfigError
+from components.data.cache import cores, flush, token_dtype, tokenized
+from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
+
+_PUBLISH_SECONDS = 0.25
+_MOST_WORKERS = 8
+
+
+def main() -> None:
+    """Wait for the lock, then write to the end of the dataset or of the parent. What goes wrong readers are told."""
+    # A rank that saves before it stops needs tokens for its last step; workers started from here ignore them too.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    fields, ahead_tokens = json.loads(sys.stdin.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    spec = StreamSpec(**fields | {"cache_folder": Path(fields["cache_folder"]), "folder": Path(fields["folder"])})
+    spec.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(spec.lock_file)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:  # another job's writer is at it: take over when that one ends
+        print("ready", flush=True)
+        lock.acquire()
+    progress = begin(spec)
+    print("ready", flush=True)
+    try:
+        if not progress["is_whole"]:
+            write(spec, progress, ahead_tokens)
+    except ConfigError as error:
+        _publish(spec.folder, read_progress(spec.folder) | {"error": str(error), "is_mistake": True})
+    except Exception as error:
+        traceback.print_exc()
+        reason = f"tokenizing {spec.path} ahead failed: {type(error).__name__}: {error}"
+        _publish(spec.folder, read_progress(spec.folder) | {"error": reason, "is_mistake": False})
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def begin(spec: StreamSpec) -> dict[str, Any]:
+    """What is there already, if it is; without what an earlier writer met with and what readers had asked of it."""
+    progress = read_progress(spec.folder) | {"error": None}
+    sizes = {"tokens.bin": token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)}
+    sizes["documents.bin"] = 8 * progress.get("documents", 0)
+    if any(size and _size(spec.folder / name) < size for name, size in sizes.items()):
+        print(f"{spec.folder}: shorter than it was: made again from the start", file=sys.stderr, flush=True)
+        progress = {}
+    progress = {"key": spec.key, "tokens": 0, "documents": 0, "place": {}, "is_whole": False, "error": None} | progress
+    (spec.folder / "wanted").write_bytes(bytes(8))
+    _publish(spec.folder, progress)
+    return progress
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None:
+    """Append tokens and document ends from where progress stands, and keep it up to date.
+
+    Raises:
+        ConfigError: the data cannot be read.
+    """
+    dtype = token_dtype(spec.vocab_size)
+    bad: list[str] = []
+    wanted, last_published = 0, time.monotonic()
+    skipped_before = progress["place"].get("skipped", 0)
+    documents = stream_documents(spec, progress["place"])
+    with (spec.folder / "tokens.bin").open("ab") as tokens, (spec.folder / "documents.bin").open("ab") as ends:
+        tokens.truncate(dtype.itemsize * progress["tokens"])  # a killed writer leaves more than it published
+        ends.truncate(8 * progress["documents"])
+
+        def publish() -> None:
+            flush(tokens)
+            flush(ends)
+            _publish(spec.folder, progress)
+
+        total = progress["tokens"]
+        for encoded, is_end, _, place in tokenized(documents, spec, dtype, min(_MOST_WORKERS, cores()), bad):
+            total += tokens.write(encoded) // dtype.itemsize
+            if not is_end:
+                continue
+            ends.write(np.int64(total).tobytes())
+            progress |= {"tokens": total, "documents": progress["documents"] + 1, "place": place}
+            if total >= wanted + ahead_tokens or time.monotonic() - last_published > _PUBLISH_SECONDS:
+                publish()
+                last_published = time.monotonic()
+            while total >= wanted + ahead_tokens:
+                wanted = read_wanted(spec.folder)
+                if total >= wanted + ahead_tokens:
+                    time.sleep(0.05)
+        if not total:
+            raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
+        skipped = skipped_before + len(bad)
+        progress |= {"is_whole": True, "skipped_records": skipped}
+        publish()
+    print(
+        f"{spec.path}: all of it is tokenized, {total:,} tokens in {progress['documents']:,} documents"
+        + (f"; {skipped:,} records skipped, the last: {bad[-1]}" if bad else ""),
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _publish(folder: Path, progress: dict[str, Any]) -> None:
+    """Readers see all of it or nothing."""
+    partial = folder / "progress.partial"
+    partial.write_text(json.dumps(progress))
+    partial.replace(folder / "progress.json")
+
+
+if __name__ == "__main__":
+    main()
