@@ -56,18 +56,21 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The model. Embedding, norm and head are None in a stage that lacks them; layers keep their names."""
 
+    block: type[nn.Module] = Block
+    """What a layer is."""
     hf_names: ClassVar[dict[str, str]] = NAMES
     """Module names here -> Hugging Face's."""
-    hf_type: ClassVar[str]
-    """model_type of its config.json, and below the class that loads it."""
-    hf_class: ClassVar[str]
+    hf_type: ClassVar[str] = ""
+    """model_type of its config.json; empty if Hugging Face has no such model."""
+    hf_class: ClassVar[str] = ""
+    """The class there."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.mask = AttentionMask()
-        self.layers = nn.ModuleDict({str(layer): Block(config) for layer in range(config.n_layers)})
+        self.layers = nn.ModuleDict({str(layer): self.block(config) for layer in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
         self.tie_weights()

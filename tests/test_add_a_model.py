@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs" / "add_a_model.md").read_text()
 def files_of_the_page() -> dict[str, str]:
     """Each indented block under a line that names its file in bold: path -> content."""
     found = {}
-    for match in re.finditer(r"^\*\*\d\. `([^`]+)`\*\*.*?\n\n((?:    .*\n|\n)+)", PAGE, re.M | re.S):
+    for match in re.finditer(r"^\*\*\d\. `([^`]+)`\*\*.*?\n\n((?:    [^\n]*\n|\n)+)", PAGE, re.M | re.S):
         lines = match[2].splitlines()
         found[match[1]] = "\n".join(line.removeprefix("    ") for line in lines).strip() + "\n"
     return found
@@ -41,13 +41,13 @@ def python(repository: Path, *words: str) -> str:
 
 def test_it_is_three_files_of_at_most_150_lines() -> None:
     found = files_of_the_page()
-    assert [*found] == ["models/olmo2.py", "parallelize/olmo2.py", "recipes/olmo2_debug.toml"]
+    assert [*found] == ["models/palm.py", "parallelize/palm.py", "recipes/palm_debug.toml"]
     assert sum(len(content.splitlines()) for path, content in found.items() if not path.startswith("models")) <= 150
 
 
 def test_it_trains(repository: Path) -> None:
     words = ("--training.steps", "40", "--training.seq_len", "64", "--validation.enable", "false")
-    said = python(repository, "train.py", "--job.config_file", "recipes/olmo2_debug.toml", *words)
+    said = python(repository, "train.py", "--job.config_file", "recipes/palm_debug.toml", *words)
     losses = [float(match) for match in re.findall(r"loss +([\d.]+)", said)]
     assert losses[0] > 8
     assert losses[-1] < losses[0] - 1
@@ -55,13 +55,22 @@ def test_it_trains(repository: Path) -> None:
 
 def test_the_matrix_proves_it(repository: Path) -> None:
     """Layouts drawn from all axes, but of the new family."""
-    said = python(repository, "-m", "tests.matrix", "--random", "4", "--seed", "1", "--set", "model=olmo2")
+    said = python(repository, "-m", "tests.matrix", "--random", "4", "--seed", "1", "--set", "model=palm")
     assert said.count("proven") >= 2, said
     assert "broken" not in said
     assert "error" not in said
-    assert "model olmo2" in said
+    assert "model palm" in said
 
 
-def test_its_weights_go_to_hugging_face_and_its_pages_are_right(repository: Path) -> None:
+def test_its_imports_and_types_are_right(repository: Path) -> None:
     python(repository, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_imports.py")
-    python(repository, "-m", "mypy", "models/olmo2.py", "parallelize/olmo2.py")
+    python(repository, "-m", "mypy", "models/palm.py", "parallelize/palm.py")
+
+
+def test_hugging_face_has_none_and_that_is_said(repository: Path) -> None:
+    words = ("--job.config_file", "recipes/palm_debug.toml", "--checkpoint.enable", "--checkpoint.last_save_in_hf")
+    done = subprocess.run(
+        [sys.executable, "components/launch.py", *words], cwd=repository, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "checkpoint.last_save_in_hf = true: Hugging Face has no palm" in done.stderr

@@ -34,6 +34,7 @@ STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
 COMPILE = ("--compile.enable", "true")
+TRACED, SOON = ("--compile.backend", "aot_eager"), ("--comm.init_timeout_seconds", "10")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 SIX = {"n_layers": 6}
@@ -75,6 +76,12 @@ CASES = [
         (*OP, "--compile.enable", "true", TP, "2"),
         "gradients would be wrong without an error",
         "gradient",
+    ),
+    Refused(
+        "messages of a compiled ring",
+        (CP, "2", "--parallelism.context_parallel_rotate_method", "alltoall", *COMPILE, *TRACED, *SOON),
+        "the compiler leaves out a message",
+        "error",
     ),
     Refused(
         "checkpointing per operation",

@@ -109,6 +109,18 @@ def _async_misfit(config: JobConfig, degrees: Degrees) -> str:
     return f"it is a pass of the compiler; it needs {', '.join(missing)}" if missing else ""
 
 
+def _rotate_misfit(config: JobConfig, degrees: Degrees) -> str:
+    parallelism, compiled = config.parallelism, config.compile
+    ring = parallelism.context_parallel_method == "ring" and parallelism.context_parallel_rotate_method == "alltoall"
+    if degrees.cp == 1 or not ring or not compiled.enable or "model" not in compiled.components:
+        return ""
+    return (
+        "the compiler leaves out a message whose content one rank does not need, and the rank that sends it waits for "
+        'ever; context_parallel_rotate_method = "allgather", or context_parallel_method = "allgather_kv" or "ulysses" '
+        "would do"
+    )
+
+
 def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.compile.enable or config.compile.backend == "inductor":
         return ""
@@ -132,6 +144,7 @@ def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
 RULES = [
     _misfit("activation_checkpoint.selective_ac_option", _per_op_misfit),
     _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
+    _misfit("parallelism.context_parallel_rotate_method", _rotate_misfit),
     _misfit("model.converters", _float8_misfit),
     _misfit("compile.backend", _backend_misfit),
     _pipeline("pipeline_parallel_schedule", stages_misfit),
@@ -225,6 +238,9 @@ def check_model(config: JobConfig) -> None:
     flavors = MODELS[name][1]
     if flavor not in flavors:
         raise ConfigError(mistake(config, "model.flavor", _not_among(flavor, flavors)))
+    for key in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(config.checkpoint, key) and not MODELS[name][0].hf_type:
+            raise ConfigError(mistake(config, f"checkpoint.{key}", f"Hugging Face has no {name} (its hf_type)"))
 
 
 def _not_among(given: str, known: Iterable[str]) -> str:
