@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that must pass before a commit: lint, format, types, tests. Words given go to pytest.
-# With --all first: then the whole matrix too, about an hour on two cores.
+# With --all first: then the whole matrix too, one to two hours on two cores.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
