@@ -64,19 +64,18 @@ class Meter(TorchDispatchMode):
     Of a collective it counts the whole buffer that it fills or sums, on this rank.
     """
 
-    def __init__(self, mesh: Mesh, tensors: Iterable[Tensor] = ()) -> None:
-        """tensors: those that are there before."""
+    def __init__(self, mesh: Mesh | None, tensors: Any = ()) -> None:
+        """tensors: those that are there before, in lists of lists. Without a mesh no message is counted."""
         super().__init__()
-        groups = mesh.groups()
+        groups = mesh.groups() if mesh else {}
         # dp_shard or cp alone is fsdp too.
-        names = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
-        self._dimensions = {groups[name].group_name: name for name in names if groups[name].size() > 1}
+        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
+        self._dimensions = {groups[name].group_name: name for name in order if mesh and groups[name].size() > 1}
         self.bytes = self.peak = self.peak_before_update = 0
         self.sent: dict[tuple[str, str], list[int]] = {}
         """(dimension, kind): number and bytes."""
         self._sizes: dict[int, int] = {}
-        for tensor in tensors:
-            self._keep(tensor)
+        self._keep(tensors)
 
     def __enter__(self) -> "Meter":
         # FSDP frees what it has gathered by resizing it to nothing.
@@ -98,9 +97,7 @@ class Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, as what it does to local tensors
         result = function(*args, **(kwargs or {}))
-        for value in tree_leaves(result):
-            if isinstance(value, Tensor):
-                self._keep(value)
+        self._keep(result)
         space, _, name = function._schema.name.partition("::")
         if space in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
             self._count(_COLLECTIVES[name], space, function._schema, args, result)
@@ -110,12 +107,14 @@ class Meter(TorchDispatchMode):
         """Before the optimizer's step, which on fake tensors copies all that it changes."""
         self.peak_before_update = self.peak
 
-    def _keep(self, tensor: Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage._cdata not in self._sizes:
-            self._sizes[storage._cdata] = 0
-            self._set(storage._cdata, storage.nbytes())
-            weakref.finalize(storage, self._drop, storage._cdata)
+    def _keep(self, values: Any) -> None:
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor):
+                storage = getattr(value, "_local_tensor", value).untyped_storage()
+                if storage._cdata not in self._sizes:
+                    self._sizes[storage._cdata] = 0
+                    self._set(storage._cdata, storage.nbytes())
+                    weakref.finalize(storage, self._drop, storage._cdata)
 
     def _set(self, key: int, size: int | None) -> None:
         if size is not None:

@@ -1,66 +1,21 @@
 """What ranks send, counted in bytes for each dimension of the mesh, is what docs/ say; and what a rank keeps."""
 
-from typing import Any
-
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from components.dry_run import Meter
 from models.llama import FLAVORS, Llama
 from tests.harness import observe
 from tests.test_parallelize_data import GLOBAL_BATCH, LAYOUTS, local_batch
 
-KINDS = {
-    "_allgather_base_": "gather",
-    "all_gather_into_tensor": "gather",
-    "_reduce_scatter_base_": "reduce-scatter",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce",
-    "all_to_all_single": "all-to-all",
-}
-
-
-class Traffic(TorchDispatchMode):
-    """Bytes of each kind of collective in each dimension of the mesh: of the whole buffer that it fills or sums."""
-
-    def __init__(self, run: train.Run) -> None:
-        super().__init__()
-        groups = run.mesh.groups()
-        # dp_shard or cp alone is fsdp too.
-        self.dimensions = {groups[name].group_name: name for name in ("tp", "cp", "dp_shard", "fsdp", "dp_replicate")}
-        self.bytes: dict[tuple[str, str], int] = {}
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, as what it does to local tensors
-        result = function(*args, **(kwargs or {}))
-        space, _, name = function._schema.name.partition("::")
-        if space in ("c10d", "_c10d_functional") and name in KINDS:
-            self.count(KINDS[name], space, function._schema, args, result)
-        return result
-
-    def count(self, kind: str, space: str, schema: Any, args: Any, result: Any) -> None:
-        given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
-        if space == "c10d":
-            group = dist.ProcessGroup.unbox(given["process_group"]).group_name
-            buffer = args[1] if kind == "reduce-scatter" else args[0]
-        else:
-            group, buffer = given["group_name"], given["input"] if kind == "reduce-scatter" else result
-        tensor = buffer[0] if isinstance(buffer, list | tuple) else buffer
-        if group in self.dimensions and tensor.numel() > 1:  # not the gradient norm
-            key = self.dimensions[group], kind
-            self.bytes[key] = self.bytes.get(key, 0) + tensor.numel() * tensor.element_size()
-
 
 def count_traffic(run: train.Run) -> dict[tuple[str, str], int]:
+    """Bytes of each kind of collective in each dimension of the mesh."""
     batches, valid = train.micro_batches(run), train.valid_tokens(run)
-    with Traffic(run) as traffic:
+    with Meter(run.mesh) as meter:
         train.train_step(run, batches, valid)
-    return traffic.bytes
+    return {key: size for key, (_, size) in meter.sent.items()}
 
 
 def parameter_bytes(names: tuple[str, ...] = ("",), model: str = "tiny") -> int:
