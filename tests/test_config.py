@@ -278,6 +278,14 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
     [
         ("--lr_scheduler.warmup_steps 20 --training.steps 10", "lr_scheduler.warmup_steps"),
         ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
+        ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
+        (
+            "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
+            "checkpoint.initial_load_model_only",
+        ),
+        ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+        ("--checkpoint.last_save_in_hf --checkpoint.enable --checkpoint.load_only", "checkpoint.last_save_in_hf"),
+        ("--checkpoint.export_dtype float16 --checkpoint.enable", "checkpoint.export_dtype"),
         ("--training.dataloader.persistent_workers", "training.dataloader.persistent_workers"),
         ("--training.dataloader.prefetch_factor 2", "training.dataloader.prefetch_factor"),
         ("--training.global_batch_size 12 --training.local_batch_size 8", "training.global_batch_size"),
