@@ -16,6 +16,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+from components.metrics.report import Panel, draw, points, read_rows
 
 # Dense bfloat16 FLOP/s by the name that CUDA gives a device, from the makers' data sheets. Others are unknown: no MFU.
 PEAK_FLOPS = {
@@ -55,7 +56,7 @@ class Metrics:
             return
         if not step and self.rows.exists():  # another run's
             self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
-        rows = self.read_rows()
+        rows = read_rows(self.rows)
         kept = self.rows.with_suffix(".partial")
         kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         kept.replace(self.rows)
@@ -120,19 +121,9 @@ class Metrics:
             writer.close()
         self.writers = []
         try:
-            draw_loss(self.read_rows(), self.folder / "loss.png", self.config.job.description)
+            draw_loss(read_rows(self.rows), self.folder / "loss.png", self.config.job.description)
         except Exception as error:  # a picture must not hide how the run ended
             print(f"loss.png could not be drawn: {error}", file=sys.stderr)
-
-    def read_rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl; a last line that a kill cut short is left out."""
-        rows = []
-        for line in self.rows.read_text().splitlines() if self.rows.exists() else []:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
 
     def _write(self, row: dict[str, Any]) -> None:
         # JSON has no NaN: what is not a finite number is null.
@@ -219,23 +210,12 @@ def lock_folder(config: JobConfig) -> FileLock:
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Training and validation loss by step, as a PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
-    for key, label, style in (("loss", "training", "-"), ("validation_loss", "validation", "o-")):
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        if points:
-            steps, losses = zip(*points, strict=True)
-            axes.plot(steps, losses, style, label=f"{label}: {losses[-1]:.3f}", markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats a token)", title=title)
-    axes.grid(alpha=0.3)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    lines = {}
+    for key, label in (("loss", "training"), ("validation_loss", "validation")):
+        steps, losses = points(rows, key)
+        if steps:
+            lines[f"{label}: {losses[-1]:.3f}"] = (steps, losses)
+    draw([Panel(title, "loss (nats a token)", lines, named=True)], path)
 
 
 def git_revision() -> dict[str, Any]:

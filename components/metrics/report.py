@@ -1,0 +1,235 @@
+"""Curves of runs as pictures: panels, drawn into one PNG or into one HTML page that needs nothing else.
+
+A page holds its pictures and its style: it can be mailed, kept beside a run, and read on a phone.
+"""
+
+import base64
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+Points = tuple[Sequence[float], Sequence[float | None]]
+"""x and y; a y of None is a gap."""
+
+# Colours that colour-blind readers tell apart (M. Okabe and K. Ito), then matplotlib's own.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8c564b", "#7f7f7f", "#17becf")
+SIZE = (4.8, 3.0)
+"""Inches of a panel: small, so that its words can be read on a phone."""
+
+
+@dataclass
+class Panel:
+    """One picture: lines by name, over steps."""
+
+    title: str
+    unit: str
+    lines: Mapping[str, Points]
+    log: bool = False
+    shades: bool = False
+    """Lines are one thing at different depths: coloured from first to last, and only those two are named."""
+    limits: Mapping[str, Points] = field(default_factory=dict)
+    """Dashed lines; the space under the first is shaded: there all is well."""
+
+    named: bool = False
+    """Name a line also if it is the only one."""
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+        from matplotlib import colormaps
+
+        count = len(self.lines)
+        for number, (name, (x, y)) in enumerate(self.lines.items()):
+            shown: str | None = name
+            if self.shades:
+                colour: Any = colormaps["viridis"](0.9 * number / max(1, count - 1))
+                shown = name if number in (0, count - 1) else None
+            else:
+                colour = COLOURS[number % len(COLOURS)]
+            values = [math.nan if value is None else value for value in y]
+            if self.log:
+                values = [value if value > 0 else math.nan for value in values]
+            # Lines on top of each other are told apart by their dashes.
+            dashes = "-" if number == 0 or self.shades else (0, (4, 1.5 + number % 4))
+            few = len(values) < 12
+            axes.plot(x, values, linestyle=dashes, color=colour, label=shown, lw=1.3, marker="o" if few else "", ms=3)
+        for number, (name, (x, y)) in enumerate(self.limits.items()):
+            axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=name)
+            if number == 0:
+                axes.fill_between(x, y, color="#009E73", alpha=0.1, lw=0)
+        drawn = [*self.lines.values(), *self.limits.values()]
+        if self.log and any(value and value > 0 for _, y in drawn for value in y):
+            axes.set_yscale("log")
+        axes.set_title(self.title, fontsize=11)
+        axes.set_xlabel("step")
+        axes.set_ylabel(self.unit)
+        axes.grid(alpha=0.3)
+        named = axes.get_legend_handles_labels()[1]
+        if named and (self.named or len(named) > 1):
+            axes.legend(fontsize=7 if len(named) > 6 else 8, ncols=2 if len(named) > 6 else 1)
+
+
+def draw(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
+    """All panels as one PNG. Raises OSError."""
+    figure, all_axes = _figure(len(panels), columns)
+    for panel, axes in zip(panels, all_axes, strict=False):
+        panel.draw(axes)
+    figure.savefig(path, dpi=160)
+
+
+def page(path: Path, title: str, sections: Iterable["Section"]) -> None:
+    """Write the page. Raises OSError."""
+    folder = jinja2.FileSystemLoader(Path(__file__).parent)
+    template = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html")
+    path.write_text(template.render(title=title, sections=list(sections), picture=_as_address), encoding="utf-8")
+
+
+@dataclass
+class Section:
+    """A part of a page; what is empty is left out."""
+
+    title: str
+    text: str = ""
+    table: Sequence[Sequence[str]] = ()
+    """Rows; the first names the columns."""
+    panels: Sequence[Panel] = ()
+    drawings: dict[str, str] = field(default_factory=dict)
+    """Text drawn with characters, by name."""
+    verdict: bool | None = None
+    """The text is good news, or bad."""
+
+
+def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    columns = min(columns, panels)
+    rows = math.ceil(panels / columns)
+    figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for left in axes[panels:]:
+        left.axis("off")
+    return figure, axes
+
+
+def _as_address(panel: Panel) -> str:
+    """The panel as the address of an image that is in the address itself."""
+    from matplotlib import rc_context
+
+    file = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
+        figure, (axes,) = _figure(1, 1)
+        panel.draw(axes)
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue().encode()).decode()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def points(rows: Iterable[dict[str, Any]], key: str) -> Points:
+    """Steps, and the value of this key at each; key may be a path ("dynamics/weight_norm/output")."""
+    found = []
+    for row in rows:
+        value: Any = row
+        for part in key.split("/"):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            found.append((row["step"], value))
+    return [step for step, _ in found], [value for _, value in found]
+
+
+CURVES = {
+    "loss": ("training loss", "nats a token"),
+    "validation_loss": ("validation loss", "nats a token"),
+    "grad_norm": ("gradient norm", "before clipping"),
+    "lr": ("learning rate", ""),
+    "tokens_per_second": ("speed", "tokens a second, all ranks"),
+    "memory_gib": ("memory of rank 0, at its peak", "GiB"),
+}
+DYNAMICS = {
+    "gradient_norm": ("gradient norm by layer", "before clipping"),
+    "weight_norm": ("weight norm by layer", ""),
+    "update_ratio": ("update / weights by layer", "norms"),
+    "attention_logit_max": ("largest attention logit by layer", ""),
+}
+
+
+def curve_panels(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
+    """A panel for each number that a logged step has, with a line for each run."""
+    panels = []
+    for key, (title, unit) in CURVES.items():
+        lines = {name: points(rows, key) for name, rows in runs.items()}
+        lines = {name: line for name, line in lines.items() if line[0]}
+        if lines:
+            panels.append(Panel(title, unit, lines))
+    return panels
+
+
+def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """What `metrics.dynamics_freq` has written of one run: a line for each layer; empty if it is off."""
+    tables: dict[str, Any] = next((row["dynamics"] for row in rows if "dynamics" in row), {})
+    panels = []
+    for key, (title, unit) in DYNAMICS.items():
+        lines = {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})}
+        if lines:
+            panels.append(Panel(title, unit, lines, log=True, shades=True))
+    return panels
+
+
+def run_report(folders: Sequence[Path], path: Path) -> None:
+    """The page of one run, or of several over each other, from their dump folders.
+
+    Raises:
+        OSError: the page cannot be written.
+        ValueError: a folder has no metrics.jsonl with rows in it.
+    """
+    named = {str(folder) if len(folders) > 1 else folder.name: folder for folder in folders}
+    runs = {name: read_rows(folder / "metrics.jsonl") for name, folder in named.items()}
+    for name, rows in runs.items():
+        if not rows:
+            raise ValueError(f"{named[name] / 'metrics.jsonl'}: no rows: not the dump folder of a run that has logged")
+    about = {name: _read_run(folder) for name, folder in named.items()}
+    table = [["run", "steps", "loss", "tokens/s", "layout", "ranks", "device", "torch", "revision"]]
+    for name, rows in runs.items():
+        losses, speeds = points(rows, "loss"), points(rows, "tokens_per_second")
+        loss = f"{losses[1][-1]:.4f}" if losses[1] else ""
+        middle = sorted(value for value in speeds[1] if value is not None)
+        speed = f"{middle[len(middle) // 2]:,.0f}" if middle else ""
+        table.append([name, str(max(row["step"] for row in rows)), loss, speed, *about_cells(about[name])])
+    sections = [Section("Runs", table=table), Section("Curves", panels=curve_panels(runs))]
+    for name, rows in runs.items():
+        if panels := dynamics_panels(rows):
+            sections.append(Section(f"Inside {name}" if len(runs) > 1 else "Inside the model", panels=panels))
+    title = " against ".join(runs) if len(runs) > 1 else about[next(iter(runs))].get("description") or next(iter(runs))
+    page(path, title, sections)
+
+
+def about_cells(about: dict[str, Any]) -> list[str]:
+    """Layout, ranks, device, torch and git revision of a run.json, as words."""
+    git = about.get("git") or {}
+    revision = (git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
+    versions = about.get("versions") or {}
+    layout, ranks, device = (str(about.get(key, "")) for key in ("layout", "ranks", "device"))
+    return [layout, ranks, device, str(versions.get("torch", "")), revision]
+
+
+def _read_run(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}

@@ -1,0 +1,75 @@
+"""A run whose rounding is disturbed: what floating point alone can do to a recipe, and so what proves nothing.
+
+DISTURB="order 1" python disturbed.py --table.key value ...   as ./run_train.sh, but for the disturbance:
+
+  order SEED   the sequences of each step are summed in another order: the same numbers but for the last bits
+  ulp SEED     every weight of step 0 is moved to one of its two neighbours
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import train
+from components import launch
+from components.distributed import run_to_exit
+
+
+def move_by_one_ulp(stage: nn.Module, seed: int) -> None:
+    """Move each weight up or down. Its own bits say which way, so that its copies on other ranks move alike."""
+    for parameter in stage.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        bits = local.detach().view(torch.int32).long()
+        up = (bits * 0x9E3779B1 + seed * 0x85EBCA6B) >> 17 & 1
+        towards = torch.where(up.bool(), torch.inf, -torch.inf).to(local.dtype)
+        local.data.copy_(torch.nextafter(local.data, towards))
+
+
+def in_another_order(run: train.Run, batches: Iterator[train.Batch], seed: int) -> Iterator[train.Batch]:
+    """This rank's sequences of each step, shuffled among its micro-batches; ranks that share them agree."""
+    while True:
+        step = [next(batches) for _ in range(run.accumulation)]
+        joined = {name: torch.cat([batch[name] for batch in step]) for name in step[0]}
+        size = len(joined["tokens"]) // run.accumulation
+        order = torch.from_numpy(np.random.default_rng((seed, run.step)).permutation(size * run.accumulation))
+        for rows in order.split(size):
+            yield {name: tensor[rows] for name, tensor in joined.items()}
+
+
+def disturb(kind: str, seed: int) -> None:
+    """Let train.py in this process start or read as `kind` says. Raises ValueError for another kind."""
+    if kind == "ulp":
+        initialize: Any = train.initialize_weights
+
+        def initialize_beside(stage: nn.Module, *arguments: Any) -> None:
+            initialize(stage, *arguments)
+            move_by_one_ulp(stage, seed)
+
+        vars(train)["initialize_weights"] = initialize_beside
+    elif kind == "order":
+        micro_batches: Any = train.micro_batches
+        vars(train)["micro_batches"] = lambda run: in_another_order(run, micro_batches(run), seed)
+    else:
+        raise ValueError(f"{kind}: expected order or ulp")
+
+
+def main(argv: list[str]) -> int:
+    """One rank of the disturbed run."""
+    kind, seed = os.environ["DISTURB"].split()
+    disturb(kind, int(seed))
+    return train.main(argv)
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run_to_exit(main, sys.argv[1:])
+    else:
+        vars(launch)["TRAIN"] = Path(__file__)
+        sys.exit(launch.main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""Golden curves: what a recipe's run was when its curve was last looked at, kept in assets/golden/."""
+
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from components.config import ROOT, to_dict
+from tests.convergence.sides import SERIES, Curve, Side
+
+FOLDER = ROOT / "assets" / "golden"
+_RUN = ("model", "optimizer", "lr_scheduler", "training", "float8", "debug")
+"""Tables that decide the run."""
+_NOT_THE_RUN = {
+    *("local_batch_size", "dataloader", "enable_cpu_offload", "gc_freq", "dataset_cache", "dataset_streaming"),
+    *("implementation", "hf_assets_path", "max_nonfinite_steps"),
+}
+"""Keys of them that do not."""
+
+
+def path_of(recipe: Path, steps: int) -> Path:
+    return FOLDER / f"{recipe.stem}-{steps}.json"
+
+
+def what_decides(side: Side, steps: int, settings: tuple[str, ...]) -> dict[str, Any]:
+    """The settings that decide which run it is, by key."""
+    tables = json.loads(json.dumps(to_dict(side.config(steps, settings))))
+    return {
+        f"{table}.{key}": value for table in _RUN for key, value in tables[table].items() if key not in _NOT_THE_RUN
+    }
+
+
+def write(path: Path, side: Side, steps: int, settings: tuple[str, ...], curve: Curve, command: str) -> None:
+    """Keep this curve, with how it was made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    git = curve.about["git"]
+    made = {
+        "command": command,
+        "date": date.today().isoformat(),
+        "revision": git["revision"] + (" and changes" if git["dirty"] else "") if git["revision"] else None,
+        "device": curve.about["device"],
+        "versions": curve.about["versions"],
+    }
+    parts = {"made": made, "settings": list(settings), "run": what_decides(side, steps, settings)}
+    parts |= {name: getattr(curve, name) for name in SERIES}
+    # A line for each part: short, and a changed curve is a changed line.
+    lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in parts.items())
+    path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
+def read(path: Path, settings: tuple[str, ...]) -> tuple[Curve, dict[str, Any]] | None:
+    """The golden curve and the settings that decided it; None if there is none, or none with these settings."""
+    if not path.exists():
+        return None
+    parts = json.loads(path.read_text(encoding="utf-8"))
+    if parts["settings"] != list(settings):
+        return None
+    return Curve("golden", **{name: parts[name] for name in SERIES}, about=parts["made"]), parts["run"]
+
+
+def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What decides the run and is not as it was, a sentence each."""
+    keys = dict.fromkeys([*was, *now])
+    return [
+        f"{key} was {was.get(key, 'not there')}, is {now.get(key, 'not there')}"
+        for key in keys
+        if was.get(key) != now.get(key)
+    ]

@@ -1,0 +1,226 @@
+"""One side of a comparison: a recipe at some layout, settings and git revision, run for some steps; and its curve."""
+
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.launch import gpus
+from components.metrics.report import read_rows
+from parallelize.mesh import Degrees, draw_layout, minimum_ranks, resolve_degrees
+from parallelize.rules import check_layout
+
+DISTURBED = Path(__file__).with_name("disturbed.py")
+SERIES = ("loss", "grad_norm")
+"""What has to be the same at every step."""
+_KEYS = {
+    "pp": "pipeline_parallel_degree",
+    "ddp": "data_parallel_replicate_degree",
+    "fsdp": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+}
+_HELP = (
+    f"expected a layout ({', '.join(f'{word} 2' for word in _KEYS)}, hsdp 2x2, or own for the recipe's), resume 10, "
+    "REVISION@, a recipe or --table.key value"
+)
+
+
+@dataclass(frozen=True)
+class Side:
+    """What is run; `text` is how a person wrote it, and its name."""
+
+    text: str
+    recipe: Path
+    degrees: Degrees | None
+    """None: the layout that the recipe has."""
+    overrides: tuple[str, ...] = ()
+    revision: str = ""
+    """The full name of a git commit; empty is the working tree."""
+    tree: Path = ROOT
+    """Where its code is."""
+    resume: int = 0
+    """Stop after this step, and continue from the checkpoint in new processes."""
+
+    def argv(self, folder: Path, steps: int, settings: tuple[str, ...] = ()) -> list[str]:
+        """The command line of this side: `settings` are those of all sides."""
+        config = load_config(["--job.config_file", str(self.recipe), *settings, *self.overrides])
+        schedule = config.lr_scheduler
+        # The recipe's whole schedule, made shorter: warm-up, decay and all.
+        warmup = max(1, round(schedule.warmup_steps * steps / (schedule.total_steps or config.training.steps)))
+        given = {
+            "training.steps": steps,
+            "lr_scheduler.warmup_steps": min(warmup, schedule.warmup_steps),
+            "lr_scheduler.total_steps": steps,
+            "metrics.log_freq": 1,
+            "validation.enable": "false",
+            "checkpoint.enable": "false",
+            "job.dump_folder": folder,
+        }
+        if self.degrees:
+            degrees = zip(_KEYS.values(), astuple(self.degrees), strict=True)
+            given |= {f"parallelism.{key}": degree for key, degree in degrees}
+            share = config.training.global_batch_size // self.degrees.batch_ranks
+            given["training.local_batch_size"] = min(share, config.training.local_batch_size)
+        words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
+        return ["--job.config_file", str(self.recipe), *words, *settings, *self.overrides]
+
+    @property
+    def ranks(self) -> int:
+        """Ranks; for the recipe's own layout a guess."""
+        return self.degrees.world_size if self.degrees else gpus() or minimum_ranks(self.config(2))
+
+    def config(self, steps: int, settings: tuple[str, ...] = ()) -> JobConfig:
+        return load_config(self.argv(Path("unused"), steps, settings))
+
+
+@dataclass
+class Curve:
+    """What a side did, by step."""
+
+    text: str
+    loss: list[float]
+    grad_norm: list[float]
+    tokens_per_second: list[float] = field(default_factory=list)
+    memory_gib: float = 0.0
+    """Peak of rank 0."""
+    drawing: str = ""
+    """Which rank sits where."""
+    about: dict[str, Any] = field(default_factory=dict)
+    """Versions, device and git revision."""
+
+
+def parse(text: str, recipe: Path) -> Side:
+    """A side from words as "tp 2 cp 2", "main@ fsdp 2", "own --compile.enable"; with no layout it is one rank.
+
+    Raises:
+        ConfigError: a word that is none of these.
+    """
+    words = shlex.split(text)
+    degrees: dict[str, int] = {}
+    given: dict[str, Any] = {}
+    overrides: list[str] = []
+    while words:
+        word = words.pop(0)
+        if overrides or word.startswith("--"):
+            overrides.append(word)
+        elif word in (*_KEYS, "resume") and words and words[0].isdecimal():
+            (given if word == "resume" else degrees)[word] = int(words.pop(0))
+        elif word == "hsdp" and words and re.fullmatch(r"\d+x\d+", words[0]):
+            degrees["ddp"], degrees["fsdp"] = map(int, words.pop(0).split("x"))
+        elif word == "own":
+            given["degrees"] = None
+        elif word.endswith("@"):
+            given["revision"] = _commit(word[:-1])
+            given["tree"] = checkout(given["revision"])
+        elif word.endswith(".toml"):
+            recipe = Path(word)
+        elif (word, words[:1]) != ("one", ["rank"]):
+            raise ConfigError(f'side "{text}": {word}: {_HELP}')
+        else:
+            words.pop(0)
+    ordered = (degrees.get(name, 1) for name in _KEYS)
+    given = {"degrees": Degrees(*ordered)} | given
+    if "tree" in given and recipe.absolute().is_relative_to(ROOT):
+        recipe = given["tree"] / recipe.absolute().relative_to(ROOT)
+    return Side(text, recipe, overrides=tuple(overrides), **given)
+
+
+def check(side: Side, steps: int, settings: tuple[str, ...]) -> None:
+    """Refuse what could not run, before anything does; another revision checks its own sides.
+
+    Raises:
+        ConfigError: a mistake in the recipe or the settings, or a layout that is refused.
+    """
+    if side.revision:
+        return
+    try:
+        config = side.config(steps, settings)
+        if config.training.global_batch_size == -1:
+            raise ConfigError("training.global_batch_size is unset: it would be another one at each layout; set it")
+        if side.degrees:
+            check_layout(config, resolve_degrees(config, side.degrees.world_size))
+        if not 0 <= side.resume < steps:
+            raise ConfigError(f"resume {side.resume}: expected a step before the last, {steps}")
+    except ConfigError as error:
+        raise ConfigError([f'side "{side.text}": {message}' for message in error.messages]) from None
+
+
+def run(side: Side, steps: int, settings: tuple[str, ...], folder: Path, disturbance: str = "") -> Curve:
+    """Run a side as ./run_train.sh would, in `folder`; returns its curve.
+
+    disturbance: what disturbed.py does to it; empty runs train.py as it is.
+
+    Raises:
+        RuntimeError: it did not end well; with its last lines.
+    """
+    shutil.rmtree(folder, ignore_errors=True)  # an earlier run's checkpoint would be continued
+    folder.mkdir(parents=True)
+    # One thread a rank, if nothing else is said: threads that wait for each other on a busy machine take minutes.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(side.tree), "DISTURB": disturbance}
+    if side.degrees:
+        environment["NGPU"] = str(side.degrees.world_size)
+    script = DISTURBED if disturbance else side.tree / "components" / "launch.py"
+    argv = side.argv(folder.absolute(), steps, settings)
+    launches = [argv]
+    if side.resume:
+        saving = ["--checkpoint.enable", "true", "--checkpoint.interval", str(steps)]
+        launches = [[*argv, *saving, "--training.steps", str(side.resume)], [*argv, *saving]]
+    for words in launches:
+        with open(folder / "console.log", "a", encoding="utf-8") as console:
+            command = [sys.executable, "-P", str(script), *words]
+            code = subprocess.run(command, env=environment, stdout=console, stderr=console).returncode
+        if code:
+            last = (folder / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+            raise RuntimeError("\n".join([f"exit code {code}; the end of {folder / 'console.log'}:", *last]))
+    return read_curve(side, folder)
+
+
+def read_curve(side: Side, folder: Path) -> Curve:
+    """The curve of a run that has ended. What was not finite is NaN."""
+    rows = [row for row in read_rows(folder / "metrics.jsonl") if "loss" in row]
+    about = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+    if side.revision:
+        about["git"] = {"revision": side.revision, "dirty": False}
+    columns = {name: [math.nan if row[name] is None else row[name] for row in rows] for name in SERIES}
+    parallelism = about["config"]["parallelism"]
+    degrees = side.degrees or Degrees(*(parallelism[key] for key in _KEYS.values()))
+    return Curve(
+        side.text,
+        **columns,
+        tokens_per_second=[row["tokens_per_second"] for row in rows],
+        memory_gib=max(row["memory_gib"] for row in rows),
+        drawing=draw_layout(degrees, parallelism["pipeline_first"]) if -1 not in astuple(degrees) else about["layout"],
+        about=about,
+    )
+
+
+def checkout(commit: str) -> Path:
+    """The files of a commit, in a folder of their own; the working tree and git's index stay as they are."""
+    folder = ROOT / ".cache" / "revisions" / commit
+    if not folder.exists():
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit], capture_output=True, check=True).stdout
+        partial = folder.with_name(f"{commit}.{os.getpid()}")
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(partial, filter="data")
+        partial.rename(folder)
+    return folder
+
+
+def _commit(revision: str) -> str:
+    """The full name of a git revision. Raises ConfigError if there is none."""
+    command = ["git", "-C", str(ROOT), "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    if found.returncode:
+        raise ConfigError(f"{revision}@: git knows no such revision; `git log --oneline` and `git branch -a` list them")
+    return found.stdout.strip()
