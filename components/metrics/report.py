@@ -35,29 +35,26 @@ class Panel:
     """Lines are one thing at different depths: coloured from first to last, and only those two are named."""
     limits: Mapping[str, Points] = field(default_factory=dict)
     """Dashed lines; the space under the first is shaded: there all is well."""
-
     named: bool = False
     """Name a line also if it is the only one."""
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
+        """Draw into matplotlib's axes. Beyond as many lines as there are colours they are grey."""
         from matplotlib import colormaps
+        from matplotlib.ticker import MaxNLocator
 
-        count = len(self.lines)
+        last = len(self.lines) - 1
         for number, (name, (x, y)) in enumerate(self.lines.items()):
-            shown: str | None = name
             if self.shades:
-                colour: Any = colormaps["viridis"](0.9 * number / max(1, count - 1))
-                shown = name if number in (0, count - 1) else None
+                style: dict[str, Any] = {"color": colormaps["viridis"](0.9 * number / max(1, last))}
+                style |= {"label": name} if number in (0, last) else {}
+            elif number < len(COLOURS):
+                # Lines on top of each other are told apart by their dashes.
+                style = {"color": COLOURS[number], "label": name, "ls": (0, (4, 1.5 + number % 4)) if number else "-"}
             else:
-                colour = COLOURS[number % len(COLOURS)]
-            values = [math.nan if value is None else value for value in y]
-            if self.log:
-                values = [value if value > 0 else math.nan for value in values]
-            # Lines on top of each other are told apart by their dashes.
-            dashes = "-" if number == 0 or self.shades else (0, (4, 1.5 + number % 4))
-            few = len(values) < 12
-            axes.plot(x, values, linestyle=dashes, color=colour, label=shown, lw=1.3, marker="o" if few else "", ms=3)
+                style = {"color": "#bbbbbb", "lw": 0.8, "zorder": 1, "label": None if number < last else "others"}
+            values = [math.nan if value is None or (self.log and value <= 0) else value for value in y]
+            axes.plot(x, values, **{"lw": 1.3, "marker": "o" if len(values) < 12 else "", "ms": 3} | style)
         for number, (name, (x, y)) in enumerate(self.limits.items()):
             axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=name)
             if number == 0:
@@ -65,21 +62,41 @@ class Panel:
         drawn = [*self.lines.values(), *self.limits.values()]
         if self.log and any(value and value > 0 for _, y in drawn for value in y):
             axes.set_yscale("log")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
         axes.set_title(self.title, fontsize=11)
-        axes.set_xlabel("step")
-        axes.set_ylabel(self.unit)
+        axes.set(xlabel="step", ylabel=self.unit)
         axes.grid(alpha=0.3)
-        named = axes.get_legend_handles_labels()[1]
-        if named and (self.named or len(named) > 1):
-            axes.legend(fontsize=7 if len(named) > 6 else 8, ncols=2 if len(named) > 6 else 1)
+        count = len(axes.get_legend_handles_labels()[1])
+        if count > 1 or self.named:
+            many: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3, "frameon": False}
+            axes.legend(fontsize=8, **(many if count > 4 else {}))
 
 
-def draw(panels: Sequence[Panel], path: Path, columns: int = 2) -> None:
+@dataclass
+class Bars:
+    """One picture: a bar for each name."""
+
+    title: str
+    unit: str
+    values: Mapping[str, float]
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+        bars = axes.barh(list(self.values), list(self.values.values()), color=COLOURS[0], height=0.6)
+        axes.bar_label(bars, [f"{value:,.4g}" for value in self.values.values()], fontsize=7, padding=2)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.tick_params(axis="y", labelsize=8 if len(self.values) < 12 else 6)
+        axes.set_title(self.title, fontsize=11)
+        axes.set_xlabel(self.unit)
+
+
+def draw(panels: Sequence[Panel | Bars], path: Path, columns: int = 2) -> None:
     """All panels as one PNG. Raises OSError."""
     figure, all_axes = _figure(len(panels), columns)
     for panel, axes in zip(panels, all_axes, strict=False):
         panel.draw(axes)
-    figure.savefig(path, dpi=160)
+    figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
 def page(path: Path, title: str, sections: Iterable["Section"]) -> None:
@@ -97,7 +114,7 @@ class Section:
     text: str = ""
     table: Sequence[Sequence[str]] = ()
     """Rows; the first names the columns."""
-    panels: Sequence[Panel] = ()
+    panels: Sequence[Panel | Bars] = ()
     drawings: dict[str, str] = field(default_factory=dict)
     """Text drawn with characters, by name."""
     verdict: bool | None = None
@@ -118,15 +135,15 @@ def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _as_address(panel: Panel) -> str:
+def _as_address(panel: Panel | Bars) -> str:
     """The panel as the address of an image that is in the address itself."""
     from matplotlib import rc_context
 
     file = io.StringIO()
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": panel.title}):
+    with rc_context({"svg.hashsalt": panel.title}):  # the same page each time
         figure, (axes,) = _figure(1, 1)
         panel.draw(axes)
-        figure.savefig(file, format="svg", metadata={"Date": None})
+        figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue().encode()).decode()
 
 

@@ -15,14 +15,12 @@ from tests.convergence.verdict import Distance, distances, noise_floor
 from tests.harness import RECIPE, observe, rewrite
 
 STEPS, HALF = 20, 10
-LABELS = (32, 20, 7, 30)
-"""Of each sequence's 32, in turn: ranks and micro-batches weigh differently."""
 SETTINGS = (
-    *("--optimizer.lr", "2e-3", "--optimizer.eps", "1e-8", "--training.local_batch_size", "18"),
+    *("--optimizer.lr", "2e-3", "--optimizer.eps", "1e-8", "--training.max_norm", "0.1"),
     *("--lr_scheduler.warmup_steps", "3", "--lr_scheduler.decay_ratio", "0.8", "--lr_scheduler.min_lr_factor", "0.1"),
     *("--lr_scheduler.total_steps", str(STEPS), "--training.steps", str(STEPS)),
 )
-"""The small recipe of tests/harness.py with a schedule and Adam as recipes have them, in two micro-batches."""
+"""The small recipe of tests/harness.py with a schedule, Adam's eps as recipes have it, and always clipped."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +50,10 @@ _OWN_NORM = (
 FAULTS = (
     Fault("gradients averaged over data parallel ranks", "fsdp 2", "parallelize.data", "apply_data_parallel",
           "divide_factor(1.0)", "divide_factor(2.0)"),
+    Fault("gradients averaged over context parallel ranks", "cp 2", "parallelize.data", "apply_data_parallel",
+          "divide_factor(1.0)", "divide_factor(2.0)"),
+    Fault("gradients divided by a pipeline's micro-batches", "pp 2", "parallelize.pipeline", "Pipeline.__init__",
+          "scale_grads=False", "scale_grads=True"),
     Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.tensor", "align_gradients",
           "gradient.redistribute(placements=parameter.placements)", _OWN_NORM),
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
@@ -72,12 +74,12 @@ FAULTS = (
           "dist.all_reduce(total, group=stages)", "pass"),
     Fault("gradient norm of one shard", "fsdp 2", "components.optimizer", "clip_gradients",
           "for group in groups:", "for group in ():"),
-    Fault("loss divided by each rank's own labels", "ddp 2", "train", "train_step",
-          "(**batch) / valid", "(**batch) / (2 * run.accumulation * (batch['labels'] != -100).sum())"),
     Fault("tensor parallel shards start alike", "tp 2", "components.init", "_fill_normal",
           "+ offset[dim]", "+ 0 * offset[dim]"),
     Fault("gradients not clipped", "one rank", "components.optimizer", "clip_gradients",
           ".clamp(max=1.0)", ".clamp(min=1.0, max=1.0)"),
+    Fault("loss divided by the micro-batches too", "one rank", "train", "train_step",
+          "(**batch) / valid", "(**batch) / valid / run.accumulation"),
     Fault("replicas see the same sequences", "ddp 2", "train", "micro_batches",
           "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
 )  # fmt: skip
@@ -102,13 +104,13 @@ def run(layout: str, name: str, mutate: "partial[None] | None" = None) -> Curve:
     """The curve of this layout, with something done to its code."""
     ranks = parse(layout, RECIPE).ranks
     if "resume" not in layout:
-        observed = observe(*overrides(layout), ranks=ranks, steps=STEPS, valid_labels=LABELS, mutate=mutate)
+        observed = observe(*overrides(layout), ranks=ranks, steps=STEPS, mutate=mutate)
         return Curve(name, observed.losses, observed.norms[0])
     curve = Curve(name, [], [])
     with tempfile.TemporaryDirectory() as folder:
         words = (*overrides(layout), "--checkpoint.enable", "true")
         for _ in range(STEPS // HALF):
-            half = observe(*words, ranks=ranks, steps=HALF, valid_labels=LABELS, mutate=mutate, folder=folder)
+            half = observe(*words, ranks=ranks, steps=HALF, mutate=mutate, folder=folder)
             curve.loss += half.losses
             curve.grad_norm += half.norms[0]
     return curve

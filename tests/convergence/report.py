@@ -2,12 +2,12 @@
 
 import json
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from components.metrics.report import Panel, Points, Section, about_cells, draw, page
+from components.metrics.report import Bars, Panel, Points, Section, about_cells, draw, page
 from tests.convergence.sides import SERIES, Curve
 from tests.convergence.verdict import BAND, Distance, Floor, differences, distances, first_outside, who_moved
 
@@ -70,7 +70,7 @@ class Comparison:
 
     def table(self) -> list[list[str]]:
         """A row for each curve; the first row names the columns."""
-        rows = [["", "", *(f"{NAMES[name]}, x floor (step)" for name in SERIES), "leaves", "tokens/s", "GiB"]]
+        rows = [["side", "", *(f"{NAMES[name]}, x floor (step)" for name in SERIES), "leaves", "tokens/s", "GiB"]]
         rows.append([self.reference.text, "reference", "", "", "", *_cost(self.reference)])
         for curve in self.all_curves:
             found = self.found(curve)
@@ -81,23 +81,24 @@ class Comparison:
         rows += [[text, "FAILED", *[""] * 5] for text in self.failures]
         return rows
 
-    def panels(self) -> list[Panel]:
-        """Curves, their relative differences on a log scale with the band, and speed."""
-        shown = [self.reference, *self.all_curves]
-        panels = [Panel(NAMES[name], "", {curve.text: _by_step(getattr(curve, name)) for curve in shown}, named=True)
-                  for name in SERIES]  # fmt: skip
+    def panels(self) -> list[Panel | Bars]:
+        """Curves, their relative differences on a log scale with the band, speed and memory."""
+        # Those that are furthest off come first: they have colours where there are many.
+        others = sorted(self.all_curves, key=lambda curve: -max(each.worst for each in self.found(curve).values()))
+        shown = [self.reference, *others]
+        panels: list[Panel | Bars] = []
         for name in SERIES:
-            lines = {curve.text: _by_step(differences(curve, self.reference)[name]) for curve in self.all_curves}
-            limits = {
-                "band": _by_step([BAND * value for value in self.floor[name]]),
-                "noise floor": _by_step(self.floor[name]),
-            }
+            lines = {curve.text: _by_step(getattr(curve, name)) for curve in shown}
+            panels.append(Panel(NAMES[name], "", lines, named=True))
+        for name in SERIES:
+            lines = {curve.text: _by_step(differences(curve, self.reference)[name]) for curve in others}
+            bounds = {"band": [BAND * value for value in self.floor[name]], "noise floor": self.floor[name]}
+            limits = {text: _by_step(values) for text, values in bounds.items()}
             title = f"{NAMES[name]}: difference from {self.reference.text}"
             panels.append(Panel(title, "relative", lines, log=True, limits=limits))
-        speeds = {curve.text: _by_step(curve.tokens_per_second) for curve in shown if curve.tokens_per_second}
-        memory = {curve.text: ([len(curve.loss)], [curve.memory_gib]) for curve in shown if curve.memory_gib}
-        panels.append(Panel("speed", "tokens a second", speeds))
-        panels.append(Panel("peak memory of rank 0", "GiB", memory))
+        ran = [self.reference, *self.curves]
+        panels.append(Bars("speed", "tokens a second", {each.text: median(each.tokens_per_second) for each in ran}))
+        panels.append(Bars("memory of rank 0, at its peak", "GiB", {each.text: each.memory_gib for each in ran}))
         return panels
 
 
@@ -108,7 +109,7 @@ def _times(distance: Distance) -> str:
 def _cost(curve: Curve) -> list[str]:
     if not curve.tokens_per_second:
         return ["", ""]
-    return [f"{statistics.median(curve.tokens_per_second):,.0f}", f"{curve.memory_gib:.2f}"]
+    return [f"{median(curve.tokens_per_second):,.0f}", f"{curve.memory_gib:.2f}"]
 
 
 def _by_step(values: Sequence[float]) -> Points:
