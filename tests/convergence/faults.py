@@ -16,7 +16,7 @@ from tests.harness import RECIPE, observe, rewrite
 
 STEPS, HALF = 20, 10
 SETTINGS = (
-    *("--optimizer.lr", "2e-3", "--optimizer.eps", "1e-8", "--training.max_norm", "0.1"),
+    *("--optimizer.lr", "2e-3", "--optimizer.eps", "1e-8", "--training.max_norm", "0.01"),
     *("--lr_scheduler.warmup_steps", "3", "--lr_scheduler.decay_ratio", "0.8", "--lr_scheduler.min_lr_factor", "0.1"),
     *("--lr_scheduler.total_steps", str(STEPS), "--training.steps", str(STEPS)),
 )
@@ -47,17 +47,18 @@ _OWN_NORM = (
     " if parameter is next(one for one in parameters if one.ndim == 1)"
     " else gradient.redistribute(placements=parameter.placements))"
 )
+_UNSHUFFLED = "index_select(1, mine if name != 'positions' else order.sort()[0].chunk(2)[cp.get_local_rank()])"
 FAULTS = (
     Fault("gradients averaged over data parallel ranks", "fsdp 2", "parallelize.data", "apply_data_parallel",
           "divide_factor(1.0)", "divide_factor(2.0)"),
     Fault("gradients averaged over context parallel ranks", "cp 2", "parallelize.data", "apply_data_parallel",
           "divide_factor(1.0)", "divide_factor(2.0)"),
-    Fault("gradients divided by a pipeline's micro-batches", "pp 2", "parallelize.pipeline", "Pipeline.__init__",
+    Fault("gradients averaged over a pipeline's micro-batches", "pp 2", "parallelize.pipeline", "Pipeline.__init__",
           "scale_grads=False", "scale_grads=True"),
     Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.tensor", "align_gradients",
           "gradient.redistribute(placements=parameter.placements)", _OWN_NORM),
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
-          "index_select(1, mine)", "index_select(1, mine if name != 'positions' else mine.sort()[0])"),
+          "index_select(1, mine)", _UNSHUFFLED),
     Fault("a micro-batch's gradients dropped", "one rank", "train", "train_step",
           "part.backward()", "part.backward() if number else None"),
     Fault("weight decay on norms", "one rank", "components.optimizer", "build_optimizer",
@@ -96,7 +97,8 @@ def overrides(layout: str) -> tuple[str, ...]:
         *("--parallelism.tensor_parallel_degree", str(degrees.tp)),
         *("--parallelism.context_parallel_degree", str(degrees.cp)),
         *("--parallelism.pipeline_parallel_degree", str(degrees.pp)),
-        *("--training.local_batch_size", str(18 // degrees.batch_ranks)),
+        # Two micro-batches of a step; a pipeline has its own.
+        *("--training.local_batch_size", str((18 if degrees.pp == 1 else 36) // degrees.batch_ranks)),
     )
 
 

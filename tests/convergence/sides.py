@@ -55,6 +55,8 @@ class Side:
     def argv(self, folder: Path, steps: int, settings: tuple[str, ...] = ()) -> list[str]:
         """The command line of this side: `settings` are those of all sides."""
         config = load_config(["--job.config_file", str(self.recipe), *settings, *self.overrides])
+        if config.training.global_batch_size == -1:
+            raise ConfigError("training.global_batch_size is unset: it would be another one at each layout; set it")
         schedule = config.lr_scheduler
         # The recipe's whole schedule, made shorter: warm-up, decay and all.
         warmup = max(1, round(schedule.warmup_steps * steps / (schedule.total_steps or config.training.steps)))
@@ -146,8 +148,6 @@ def check(side: Side, steps: int, settings: tuple[str, ...]) -> None:
         return
     try:
         config = side.config(steps, settings)
-        if config.training.global_batch_size == -1:
-            raise ConfigError("training.global_batch_size is unset: it would be another one at each layout; set it")
         if side.degrees:
             check_layout(config, resolve_degrees(config, side.degrees.world_size))
         if not 0 <= side.resume < steps:
