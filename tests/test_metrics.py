@@ -1,0 +1,84 @@
+"""Reports of runs: one page that needs nothing else, from what any run has written."""
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.metrics.__main__ import main
+from components.metrics.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
+
+
+def rows(steps: int, **more: Any) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        row = {"step": step, "loss": 8 / step, "grad_norm": None if step == 2 else 1.0, "lr": 1e-3, "mfu": None}
+        found.append(row | {"tokens_per_second": 5.0, "memory_gib": 1.0})
+        layers = {"tok_embeddings": 1.0, "layers.0": 2.0 * step, "layers.1": 3.0}
+        found.append({"step": step, "dynamics": {"weight_norm": layers, "attention_logit_max": {"layers.0": 5.0}}})
+    return [*found, {"step": steps, "validation_loss": 7.0, "validation_tokens": 10}]
+
+
+def write_run(folder: Path, steps: int) -> Path:
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(steps)) + '{"step": 9, "lo')
+    about = {"description": "a <run>", "layout": "tp=2", "ranks": 2, "git": {"revision": "f" * 40, "dirty": True}}
+    (folder / "run.json").write_text(json.dumps(about))
+    return folder
+
+
+def pictures(page: str) -> list[str]:
+    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)
+    return [base64.b64decode(text).decode() for text in found]
+
+
+def test_one_run_has_a_page_that_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "a run", 30)
+    assert main(["report", str(folder)]) == 0
+    page = (folder / "report.html").read_text()
+    assert str(folder / "report.html") in capsys.readouterr().out
+    assert "a &lt;run&gt;" in page
+    assert "f" * 10 + "+" in page
+    # Loss, validation loss, gradient norm, learning rate, speed, memory; and two of the tables of the dynamics.
+    assert len(pictures(page)) == 8
+    assert all("<svg" in picture for picture in pictures(page))
+    assert not re.search(r"https?://|<script|<link", page)
+
+
+def test_runs_are_drawn_over_each_other(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, steps) for name, steps in (("one", 30), ("two", 20))]
+    assert main(["report", *map(str, folders), "--output", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert [name in page for name in (f"Inside {folders[0]}", f"Inside {folders[1]}")] == [True, True]
+    (loss, *_) = curve_panels({folder.name: read_rows(folder / "metrics.jsonl") for folder in folders})
+    assert {name: len(x) for name, (x, _) in loss.lines.items()} == {"one": 30, "two": 20}
+
+
+def test_what_a_row_does_not_have_is_left_out() -> None:
+    assert points(rows(3), "grad_norm") == ([1, 3], [1.0, 1.0])
+    assert points(rows(3), "mfu") == ([], [])
+    assert points(rows(2), "dynamics/weight_norm/layers.0") == ([1, 2], [2.0, 4.0])
+    assert [list(panel.lines) for panel in dynamics_panels(rows(2))] == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.0"],
+    ]
+    assert dynamics_panels([{"step": 1, "loss": 2.0}]) == []
+
+
+@pytest.mark.parametrize("lines", [0, 1, 30])
+def test_any_number_of_lines_can_be_drawn(tmp_path: Path, lines: int) -> None:
+    panel = Panel("a title", "", {f"run {number}": ([1, 2], [0.0, None]) for number in range(lines)}, log=True)
+    draw([panel] * 3, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_folder_of_no_run_is_told(made: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "nothing"
+    if made:
+        folder.mkdir()
+    assert main(["report", str(folder)]) == 2
+    assert f"{folder / 'metrics.jsonl'}: no rows" in capsys.readouterr().err
