@@ -86,7 +86,8 @@ def main(argv: list[str]) -> int:
             print(*comparison.sentences(), folder / "report.html", sep="\n", flush=True)
             if options.refresh:
                 path = golden.path_of(recipe, steps)
-                golden.write(path, sides[0], steps, tuple(settings), comparison.reference, command)
+                curve, floor = comparison.reference, comparison.floor
+                golden.write(path, sides[0], steps, tuple(settings), curve, floor, command)
                 print(f"{path}: written; the page shows the old curve and the new one", flush=True)
             codes.append(0 if comparison.same or options.refresh else 1)
     except ConfigError as error:
@@ -134,7 +135,7 @@ def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str,
             failures[side.text] = str(error)
         progress.show(side, "")
     kept = golden.read(golden.path_of(reference.recipe, steps), settings)
-    changes = golden.changes(kept[1], golden.what_decides(reference, steps, settings)) if kept else []
+    changes = golden.changes(kept.run, golden.what_decides(reference, steps, settings)) if kept else []
     return Comparison(
         f"{reference.recipe.stem}, {steps} steps",
         curve,
@@ -142,7 +143,7 @@ def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str,
         noise_floor(curve, noise),
         curves,
         failures,
-        kept[0] if kept else None,
+        kept.curve if kept else None,
         changes,
     )
 

@@ -1,15 +1,17 @@
 """Golden curves: what a recipe's run was when its curve was last looked at, kept in assets/golden/."""
 
 import json
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from components.config import ROOT, to_dict
 from tests.convergence.sides import SERIES, Curve, Side
+from tests.convergence.verdict import Floor
 
 FOLDER = ROOT / "assets" / "golden"
-_RUN = ("model", "optimizer", "lr_scheduler", "training", "float8", "debug")
+_RUN = ("model", "optimizer", "lr_scheduler", "training", "quantize", "debug")
 """Tables that decide the run."""
 _NOT_THE_RUN = {
     *("local_batch_size", "dataloader", "enable_cpu_offload", "gc_freq", "dataset_cache", "dataset_streaming"),
@@ -30,7 +32,18 @@ def what_decides(side: Side, steps: int, settings: tuple[str, ...]) -> dict[str,
     }
 
 
-def write(path: Path, side: Side, steps: int, settings: tuple[str, ...], curve: Curve, command: str) -> None:
+@dataclass(frozen=True)
+class Golden:
+    """A golden curve, the noise floor of the machine that made it, and the settings that decided it."""
+
+    curve: Curve
+    floor: Floor
+    run: dict[str, Any]
+
+
+def write(
+    path: Path, side: Side, steps: int, settings: tuple[str, ...], curve: Curve, floor: Floor, command: str
+) -> None:
     """Keep this curve, with how it was made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     git = curve.about["git"]
@@ -41,21 +54,23 @@ def write(path: Path, side: Side, steps: int, settings: tuple[str, ...], curve: 
         "device": curve.about["device"],
         "versions": curve.about["versions"],
     }
-    parts = {"made": made, "settings": list(settings), "run": what_decides(side, steps, settings)}
+    parts: dict[str, Any] = {"made": made, "settings": list(settings), "run": what_decides(side, steps, settings)}
     parts |= {name: getattr(curve, name) for name in SERIES}
+    parts |= {f"{name}_floor": [float(f"{value:.2e}") for value in floor[name]] for name in SERIES}
     # A line for each part: short, and a changed curve is a changed line.
     lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in parts.items())
     path.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
 
 
-def read(path: Path, settings: tuple[str, ...]) -> tuple[Curve, dict[str, Any]] | None:
-    """The golden curve and the settings that decided it; None if there is none, or none with these settings."""
+def read(path: Path, settings: tuple[str, ...]) -> Golden | None:
+    """The golden curve; None if there is none, or none with these settings."""
     if not path.exists():
         return None
     parts = json.loads(path.read_text(encoding="utf-8"))
     if parts["settings"] != list(settings):
         return None
-    return Curve("golden", **{name: parts[name] for name in SERIES}, about=parts["made"]), parts["run"]
+    curve = Curve("golden", **{name: parts[name] for name in SERIES}, about=parts["made"])
+    return Golden(curve, {name: parts[f"{name}_floor"] for name in SERIES}, parts["run"])
 
 
 def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
