@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Everything that must pass before a commit: lint, format, types, tests. Words given go to pytest.
+# Everything that must pass before a commit: lint, format, types, tests, and the short convergence runs.
+# Words given go to pytest, and are all that is tested then.
 # With --all first: then the whole matrix too, one to two hours on two cores.
 set -euo pipefail
 
@@ -22,6 +23,7 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 step "tests" pytest --durations=10 "$@"
+[ $# -gt 0 ] || step "convergence" tests.convergence
 [ -z "$whole" ] || step "every layout" tests.matrix --all
 
 if [ -n "$failed" ]; then

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+import yaml
 
 from components.config import ROOT, load_config
 from components.data import build_datasets
@@ -196,6 +198,29 @@ def test_golden_curves_are_small_and_of_the_recipe_as_it_is(path: Path) -> None:
     assert len(kept.curve.loss) == len(kept.floor["loss"]) == int(steps)
     side = parse("one rank", ROOT / "recipes" / f"{name}.toml")
     assert golden.changes(kept.run, golden.what_decides(side, int(steps), SHORT)) == []
+
+
+# Workflows
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_runs_what_there_is(path: Path) -> None:
+    """Its files and modules exist, and the command takes its words. GitHub's own keys are not checked."""
+    workflow = yaml.safe_load(path.read_text())
+    assert True in workflow  # YAML's reading of `on`
+    (job,) = workflow["jobs"].values()
+    commands = [shlex.split(step["run"]) for step in job["steps"] if "run" in step]
+    assert commands
+    for command in commands:
+        program, *words = [word.removeprefix(".venv/bin/") for word in command]
+        if program in ("python", "python3") and words[:2] == ["-m", "tests.convergence"]:
+            words = [word.replace("$BASE", "HEAD") for word in words[2:] if not word.startswith("${RECIPE")]
+            end = words.index("--") if "--" in words else len(words)
+            assert main([*words[:end], "tp 3", *words[end:]]) == 2  # all is read; a side that is refused: nothing runs
+        elif program != "cat":
+            assert (ROOT / (words[0] if program in ("python", "python3") else program)).exists(), command
 
 
 # The detector

@@ -17,12 +17,14 @@ Exits with 0 for the same run, 1 for another one, 2 for a mistake. Everything is
 import argparse
 import os
 import shlex
+import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
+from components.exit_codes import ExitCode
 from components.launch import gpus
 from tests.convergence import golden
 from tests.convergence.report import Comparison, as_text, write
@@ -61,6 +63,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder of the report (default: outputs/convergence/RECIPE-STEPS)")
     split = argv.index("--") if "--" in argv else len(argv)
     options, settings = parser.parse_intermixed_args(argv[:split]), argv[split + 1 :]
+    if options.steps is not None and options.steps < 1:
+        parser.error("--steps: expected 1 or more")
     words, recipes = options.words, [RECIPES[0]]
     if words and words[0].endswith(".toml"):
         recipes = [Path(words.pop(0))]
@@ -92,7 +96,12 @@ def main(argv: list[str]) -> int:
             codes.append(0 if comparison.same or options.refresh else 1)
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
-        return 2
+        return ExitCode.CONFIG
+    except RuntimeError as error:
+        print(f"nothing to compare with: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     return max(codes)
 
 
@@ -109,12 +118,13 @@ def that_fit(sides: list[Side], steps: int, settings: tuple[str, ...]) -> list[S
 
 
 def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str, ...], folder: Path) -> Comparison:
-    """Run the reference, the same with its rounding disturbed, and every side. Raises ConfigError."""
+    """Run the reference, the same with its rounding disturbed, and every side.
+
+    Raises:
+        RuntimeError: the reference did not end well.
+    """
     progress = Progress(reference, sides)
-    try:
-        curve = run(reference, steps, settings, folder / "runs" / "reference")
-    except RuntimeError as error:
-        raise ConfigError(f"the reference, {reference.text}: {error}") from None
+    curve = run(reference, steps, settings, folder / "runs" / "reference")
     progress.show(reference, "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     together = 1 if gpus() else max(1, cores // reference.ranks)

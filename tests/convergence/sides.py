@@ -179,7 +179,13 @@ def run(side: Side, steps: int, settings: tuple[str, ...], folder: Path, disturb
     for words in launches:
         with open(folder / "console.log", "a", encoding="utf-8") as console:
             command = [sys.executable, "-P", str(script), *words]
-            code = subprocess.run(command, env=environment, stdout=console, stderr=console).returncode
+            process = subprocess.Popen(command, env=environment, stdout=console, stderr=console)
+            try:
+                code = process.wait()
+            except KeyboardInterrupt:
+                process.terminate()  # not killed: it ends its ranks
+                process.wait()
+                raise
         if code:
             last = (folder / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
             raise RuntimeError("\n".join([f"exit code {code}; the end of {folder / 'console.log'}:", *last]))
