@@ -215,7 +215,8 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
         OSError: the page cannot be written.
         ValueError: a folder has no metrics.jsonl with rows in it.
     """
-    named = {str(folder) if len(folders) > 1 else folder.name: folder for folder in folders}
+    short = {folder.resolve().name: folder for folder in folders}
+    named = short if len(short) == len(folders) else {str(folder): folder for folder in folders}
     runs = {name: read_rows(folder / "metrics.jsonl") for name, folder in named.items()}
     for name, rows in runs.items():
         if not rows:
