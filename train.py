@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from components.config import ConfigError, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
-from components.dry_run import Meter, fake_tensors, init_fake_group, known_shapes, report
+from components.dry_run import Meter, fake_tensors, init_fake_group, report, stages_that_agree
 from components.exit_codes import ExitCode
 from components.init import initialize_weights
 from components.metrics import Metrics, lock_folder
@@ -143,8 +142,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     stages, flops_per_token = build_model(config, mesh, device)
     pipeline = None
     if degrees.pp > 1:
-        micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        pipeline = Pipeline(stages, sizes.n_layers, micro_batches, mesh, config.parallelism, device)
+        pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device)
     optimizer = build_optimizer(stages, config.optimizer)
     sets: Any = (train_set, validation_set)  # a dry run has none, and asks for none
     return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, *sets)
@@ -342,9 +340,7 @@ def rehearse(config: JobConfig) -> tuple[Run, Meter]:
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
-        dim = MODELS[config.model.name][1][config.model.flavor].dim
-        shapes = run.pipeline.shapes(own_part(run, batch), dim, config) if run.pipeline else None
-        with known_shapes(*shapes) if shapes else nullcontext():
+        with stages_that_agree():
             train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
     return run, meter
 
