@@ -25,6 +25,7 @@ from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
 from components.dry_run import Meter, fake_tensors, init_fake_group, report, stages_that_agree
+from components.dynamics import Dynamics
 from components.exit_codes import ExitCode
 from components.init import initialize_weights
 from components.metrics import Metrics, lock_folder
@@ -63,6 +64,7 @@ class Run:
     stages: list[nn.Module]
     pipeline: Pipeline | None
     """What runs the stages, if there is more than one."""
+    dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
     train_set: PackedSequences
@@ -143,9 +145,11 @@ def build(config: JobConfig, device: torch.device) -> Run:
     pipeline = None
     if degrees.pp > 1:
         pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device)
+    model = meta_model(config.model.name, config.model.flavor)
+    dynamics = Dynamics(config.metrics.dynamics_freq, model, stages, mesh)
     optimizer = build_optimizer(stages, config.optimizer)
     sets: Any = (train_set, validation_set)  # a dry run has none, and asks for none
-    return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, *sets)
+    return Run(config, device, degrees, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, *sets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -222,6 +226,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     """
     config = run.config
     run.step += 1
+    run.dynamics.start(run.step)
     run.optimizer.zero_grad()
     loss = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
@@ -235,10 +240,12 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
             part.backward()
             loss += part.detach()
     align_gradients(run.parameters)
+    run.dynamics.before_update()
     norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group())
     finite = norm.isfinite()
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, finite)
+    run.dynamics.after_update()
     run.skipped_steps = run.skipped_steps + ~finite
     run.skipped_in_a_row = (run.skipped_in_a_row + 1) * ~finite
     run.sequences += run.global_batch_size
@@ -302,6 +309,8 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
                 code = 128 + number
             if run.step == first:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
+            if run.dynamics.sampled:
+                metrics.log_dynamics(run.step, run.dynamics.tables())
             if run.step % config.metrics.log_freq == 0 or run.step == first or last:
                 log(run, metrics, loss, norm)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
