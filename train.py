@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,8 @@ from components.config import ConfigError, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
 from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
-from components.dry_run import Meter, fake_tensors, init_fake_group, known_shapes, report
+from components.dry_run import Meter, fake_tensors, init_fake_group, report, stages_that_agree
+from components.dynamics import Dynamics
 from components.exit_codes import ExitCode
 from components.init import initialize_weights
 from components.metrics import Metrics, lock_folder
@@ -64,6 +64,7 @@ class Run:
     stages: list[nn.Module]
     pipeline: Pipeline | None
     """What runs the stages, if there is more than one."""
+    dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
     train_set: PackedSequences
@@ -143,11 +144,12 @@ def build(config: JobConfig, device: torch.device) -> Run:
     stages, flops_per_token = build_model(config, mesh, device)
     pipeline = None
     if degrees.pp > 1:
-        micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-        pipeline = Pipeline(stages, sizes.n_layers, micro_batches, mesh, config.parallelism, device)
+        pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device)
+    model = meta_model(config.model.name, config.model.flavor)
+    dynamics = Dynamics(config.metrics.dynamics_freq, model, stages, mesh)
     optimizer = build_optimizer(stages, config.optimizer)
     sets: Any = (train_set, validation_set)  # a dry run has none, and asks for none
-    return Run(config, device, degrees, mesh, stages, pipeline, flops_per_token, optimizer, *sets)
+    return Run(config, device, degrees, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, *sets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -224,6 +226,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     """
     config = run.config
     run.step += 1
+    run.dynamics.start(run.step)
     run.optimizer.zero_grad()
     loss = torch.zeros((), device=run.device)
     for number in range(run.accumulation):
@@ -237,10 +240,12 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
             part.backward()
             loss += part.detach()
     align_gradients(run.parameters)
+    run.dynamics.before_update()
     norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group())
     finite = norm.isfinite()
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, finite)
+    run.dynamics.after_update()
     run.skipped_steps = run.skipped_steps + ~finite
     run.skipped_in_a_row = (run.skipped_in_a_row + 1) * ~finite
     run.sequences += run.global_batch_size
@@ -304,6 +309,8 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
                 code = 128 + number
             if run.step == first:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
+            if run.dynamics.sampled:
+                metrics.log_dynamics(run.step, run.dynamics.tables())
             if run.step % config.metrics.log_freq == 0 or run.step == first or last:
                 log(run, metrics, loss, norm)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
@@ -342,9 +349,7 @@ def rehearse(config: JobConfig) -> tuple[Run, Meter]:
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
-        dim = MODELS[config.model.name][1][config.model.flavor].dim
-        shapes = run.pipeline.shapes(own_part(run, batch), dim, config) if run.pipeline else None
-        with known_shapes(*shapes) if shapes else nullcontext():
+        with stages_that_agree():
             train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
     return run, meter
 

@@ -140,22 +140,10 @@ class Meter(TorchDispatchMode):
 
 
 @contextmanager
-def known_shapes(stages: Iterable[Any], tokens: Tensor, hidden: Tensor) -> Iterator[None]:
-    """Tell pipeline stages what they get and give, which they otherwise ask of each other in the first step.
-
-    tokens: of a micro-batch, on this rank; hidden: what travels between stages.
-    """
-    from torch.distributed.pipelining import _utils
+def stages_that_agree() -> Iterator[None]:
+    """Where stages of a pipeline, which in the first step ask each other whether all know their shapes, are told so."""
     from torch.distributed.pipelining.stage import PipelineStage
 
-    loss = torch.zeros((), requires_grad=True)
-    for stage in stages:
-        stage._user_meta = _utils._StageMeta(
-            inputs=_utils.extract_tensor_metas((tokens if stage.is_first else hidden,)),
-            outputs=_utils.extract_tensor_metas((loss if stage.is_last else hidden,)),
-            input_grads=None,
-            output_grads=None,
-        )
     votes = {name: getattr(PipelineStage, name) for name in ("_warmup_forward_vote", "_warmup_backward_result")}
     all_known = SimpleNamespace(item=lambda: 1)
     for name in votes:

@@ -53,15 +53,19 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGrou
     """This rank's parts of the gradients, by the groups over whose ranks they are split."""
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            split = [dim for dim, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-            groups = tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1)
-            parts[groups].append(gradient.to_local())
-        elif gradient is not None:
-            parts[()].append(gradient)
+        if parameter.grad is not None:
+            groups, gradient = local_part(parameter.grad)
+            parts[groups].append(gradient)
     return parts
+
+
+def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
+    """The groups over whose ranks a tensor is split, and what this rank has of it."""
+    if not isinstance(tensor, DTensor):
+        return (), tensor
+    mesh = tensor.device_mesh
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:

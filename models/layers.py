@@ -72,7 +72,14 @@ class AttentionCore(nn.Module):
     S is T; a mask is bool and broadcasts to (B, 1, S, T), true where a query sees a key.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_logit: Tensor | None = None
+        """A float32 scalar that each forward raises to the largest logit that it sees, where there is one."""
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.largest_logit is not None:
+            raise_to_largest_logit(self.largest_logit, q.detach(), k.detach(), mask, None)
         if q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0):
             return _plain_attention(q, k, v, mask)
         grouped = q.shape[1] != k.shape[1]
@@ -99,6 +106,34 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Te
         hidden = hidden.repeat(1, groups, heads // groups, 1).flatten(0, 1)
     scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=size**-0.5)
     return (scores.softmax(dim=-1) @ v).view(batch, heads, queries, size)
+
+
+@torch.library.custom_op("meshwright::raise_to_largest_logit", mutates_args=("largest",))
+def raise_to_largest_logit(largest: Tensor, q: Tensor, k: Tensor, mask: Tensor | None, places: Tensor | None) -> None:
+    """Raise a scalar to the largest q k / sqrt(K) that is visible, of q (B, H, S, K) and k (B, G, T, K).
+
+    Visible is what the mask says, as AttentionCore takes it; without one, keys up to the query's place in the sequence:
+    places (S,), which are 0, 1, ... if None. An operation of its own, so that compile leaves the loop a loop.
+    """
+    (heads, queries), (groups, keys) = q.shape[1:3], k.shape[1:3]
+    rows = max(1, _LOGITS_AT_A_TIME[q.device.type] // (q.shape[0] * heads * keys))
+    index = torch.arange(keys, device=q.device)
+    for start in range(0, queries, rows):
+        own = slice(start, min(start + rows, queries))
+        # Without places no query sees a key behind the last of them.
+        seen = slice(own.stop if mask is None and places is None else keys)
+        grouped = q[:, :, own].unflatten(1, (groups, -1)).flatten(2, 3)
+        logits = (grouped @ k[:, :, seen].transpose(2, 3)).unflatten(2, (heads // groups, -1)).flatten(1, 2)
+        if mask is None:
+            visible_here = (index[own] if places is None else places[own])[:, None] >= index[seen]
+        else:
+            visible_here = mask[:, :, own]
+        found = logits.masked_fill_(~visible_here, -math.inf).amax().float() * q.shape[3] ** -0.5
+        largest.copy_(torch.maximum(largest, found))
+
+
+_LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
+"""What a cache nearly holds; 128 MiB in bfloat16, which fill a GPU."""
 
 
 class Attention(nn.Module):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torch.distributed.tensor.parallel import parallelize_module
 
 from components.config import Parallelism
-from models.layers import AttentionCore, AttentionMask, visible
+from models.layers import AttentionCore, AttentionMask, raise_to_largest_logit, visible
 from parallelize.mesh import Mesh
 
 aten = torch.ops.aten
@@ -37,7 +37,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         replacement: nn.Module | None = None
         if isinstance(module, AttentionCore):
             replacement = {
-                "ring": lambda: _RingCore(),
+                "ring": lambda: _RingCore(balanced),
                 "allgather_kv": lambda: _GatheringCore(cp),
                 "ulysses": lambda: _UlyssesCore(cp, balanced),
             }[method]()
@@ -79,14 +79,31 @@ def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
 class _RingCore(AttentionCore):
     """Causal attention by a kernel that torch's ring is made of: it takes q, k, v as DTensors split by sequence."""
 
+    def __init__(self, balanced: bool) -> None:
+        super().__init__()
+        self.balanced = balanced
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         assert mask is None, "the ring takes no mask"
+        if self.largest_logit is not None:
+            self._observe(q, k, self.largest_logit)
         if q.device.type == "cpu":
             return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
         if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             # Only flash attention has grouped heads, and it has no float32.
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+    @torch.no_grad()
+    def _observe(self, q: Tensor, k: Tensor, largest: Tensor) -> None:
+        """Of this rank's queries, and of all keys, which are gathered for it."""
+        assert isinstance(q, DTensor)
+        assert isinstance(k, DTensor)
+        cp = q.device_mesh
+        order = sequence_order(q.shape[2], cp.size(), self.balanced).to(largest.device)
+        keys = k.full_tensor().index_select(2, order.argsort())
+        places = order.chunk(cp.size())[cp.get_local_rank()]
+        raise_to_largest_logit(largest, q.to_local(), keys, None, places)
 
 
 def _configure_ring(balanced: bool, rotate_method: str) -> None:

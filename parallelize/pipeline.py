@@ -42,40 +42,57 @@ def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return model
 
 
+def _passed_on(dim: int, config: JobConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a micro-batch, on this rank, without memory: tokens, the hidden state that travels, the loss."""
+    parallelism, training = config.parallelism, config.training
+    size = parallelism.pipeline_parallel_microbatch_size
+    length = training.seq_len // parallelism.context_parallel_degree
+    tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
+    if parallelism.sequence_parallel:
+        length //= parallelism.tensor_parallel_degree
+    dtype = getattr(torch, training.mixed_precision_param)
+    hidden = torch.empty(size, length, dim, dtype=dtype, device="meta", requires_grad=True)
+    return tokens, hidden, torch.empty((), device="meta", requires_grad=True)
+
+
 class Pipeline:
     """Runs micro-batches through the stages of all ranks; the same calls on every rank."""
 
     def __init__(
-        self,
-        stages: list[nn.Module],
-        layers: int,
-        micro_batches: int,
-        mesh: Mesh,
-        parallelism: Parallelism,
-        device: torch.device,
+        self, stages: list[nn.Module], layers: int, dim: int, mesh: Mesh, config: JobConfig, device: torch.device
     ) -> None:
-        """layers: of the whole model. micro_batches: of one call of forward_backward."""
-        pp, self._device = mesh["pp"], device
+        """layers and dim: of the whole model."""
+        pp, self._device, parallelism = mesh["pp"], device, config.parallelism
         self._group, self._count = pp.get_group(), number_of_stages(parallelism, layers)
         self._owner = {
             stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
         }
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))
+        self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
+        """Of one call of forward_backward."""
+        tokens, hidden, loss = _passed_on(dim, config)
+        # Were they not told, stages would run once on whatever is in memory, to learn them.
         parts = [
-            PipelineStage(module, number, self._count, self._device, group=self._group)
+            PipelineStage(
+                module,
+                number,
+                self._count,
+                self._device,
+                input_args=hidden if number else tokens,
+                output_args=hidden if number < self._count - 1 else loss,
+                group=self._group,
+            )
             for number, module in self._modules.items()
         ]
         name = parallelism.pipeline_parallel_schedule
         # One object for these stages, for ever: after a second one DualPipeV's gradients are wrong.
-        self._parts = parts
         self._schedule = get_schedule_class(name)(
             parts[0] if name in ONE_STAGE else parts,
-            n_microbatches=micro_batches,
+            n_microbatches=self.micro_batches,
             loss_fn=self._divided,
             scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead
         )
-        self.micro_batches = micro_batches
         self._valid = 1
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
 
@@ -92,15 +109,6 @@ class Pipeline:
         target = batch["labels"] if self._count - 1 in self._modules else None
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
-
-    def shapes(self, batch: dict[str, Tensor], dim: int, config: JobConfig) -> tuple[list[Any], Tensor, Tensor]:
-        """torch's stages; tokens of a micro-batch, on this rank; and, empty, the hidden state that travels."""
-        tokens = batch["tokens"].chunk(self.micro_batches)[0]
-        size, length = tokens.shape
-        if config.parallelism.sequence_parallel:
-            length //= config.parallelism.tensor_parallel_degree
-        dtype = getattr(torch, config.training.mixed_precision_param)
-        return self._parts, tokens, torch.empty(size, length, dim, dtype=dtype, requires_grad=True)
 
     def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Forward alone, stage by stage: the batch's summed loss on the last stage's rank, 0 on others.

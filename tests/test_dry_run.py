@@ -38,6 +38,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
         ),
     ),
+    "dynamics, tp 2, cp 2": (
+        4,
+        (
+            *("--parallelism.tensor_parallel_degree", "2", "--parallelism.context_parallel_degree", "2"),
+            *("--metrics.dynamics_freq", "1"),
+        ),
+    ),
     "full checkpointing": (2, ("--activation_checkpoint.mode", "full")),
 }
 

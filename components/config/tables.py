@@ -58,6 +58,9 @@ class Metrics:
 
     log_freq: Positive = 10
     """Log every so many steps; between them the host never waits for the device."""
+    dynamics_freq: NonNegative = 0
+    """Every so many steps, log norms of each layer's gradient, weights and update, and its largest attention logit
+    (docs/dynamics.md); 0 for never."""
     color_printing: bool = True
     """Colours on the console, where it is a terminal."""
     enable_tensorboard: bool = False

@@ -109,6 +109,11 @@ class Metrics:
         self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
         self._print(f"step {step}  validation loss {loss:.4f}  ({tokens:,} tokens)", colour="32")
 
+    def log_dynamics(self, step: int, tables: dict[str, dict[str, float]]) -> None:
+        """Write the row of a step whose dynamics were sampled: table -> part of the model -> number."""
+        if not self.rank:
+            self._write({"step": step, "dynamics": tables})
+
     def restart_clock(self, step: int, tokens: int) -> None:
         """Count rates from here: validation and saving are not training."""
         self.last_time, self.last_step, self.last_tokens = time.perf_counter(), step, tokens
@@ -126,12 +131,11 @@ class Metrics:
             print(f"loss.png could not be drawn: {error}", file=sys.stderr)
 
     def _write(self, row: dict[str, Any]) -> None:
-        # JSON has no NaN: what is not a finite number is null.
-        row = {key: value if value is None or math.isfinite(value) else None for key, value in row.items()}
+        row = _without_nan(row)
         with self.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
         for writer in self.writers:
-            writer.write(row)
+            writer.write(_flat(row))
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
@@ -230,6 +234,20 @@ def git_revision() -> dict[str, Any]:
 
     status = git("status", "--porcelain")
     return {"revision": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
+
+
+def _without_nan(value: Any) -> Any:
+    """JSON has no NaN: what is not a finite number is null."""
+    if isinstance(value, dict):
+        return {key: _without_nan(inside) for key, inside in value.items()}
+    return value if value is None or math.isfinite(value) else None
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """Scalars by name, as writers take them: of dynamics, gradient_norm/layers.0 and so on."""
+    tables = row.get("dynamics", {}).items()
+    dynamics = {f"{table}/{part}": value for table, parts in tables for part, value in parts.items()}
+    return {key: value for key, value in row.items() if key != "dynamics"} | dynamics
 
 
 def _versions() -> dict[str, str | None]:

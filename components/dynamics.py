@@ -1,0 +1,116 @@
+"""What happens inside the model at every n-th step, by layer: norms of gradient, weights and update; attention logits.
+
+The numbers are of the whole model and the whole global batch, so they are the same at every layout. A step that is not
+sampled does nothing more than one without this.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.optimizer import local_part
+from parallelize.mesh import Mesh
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+class Dynamics:
+    """Observes a step: start, before_update and after_update are called in each, in this order, on every rank."""
+
+    def __init__(self, freq: int, model: nn.Module, stages: Sequence[nn.Module], mesh: Mesh) -> None:
+        """freq: sample every so many steps, 0 for never. model: the whole, of which the stages are this rank's."""
+        self.freq, self.mesh, self.sampled = freq, mesh, False
+        self.parts = _number_parts(name for name, _ in model.named_parameters())
+        self.layers = _number_parts(name for name, module in model.named_modules() if _is_attention_core(module))
+        named = [each for stage in stages for each in stage.named_parameters()]
+        self.parameters = [(self.parts[_part(name)], parameter) for name, parameter in named]
+        modules = [each for stage in stages for each in stage.named_modules()]
+        cores = [(name, module) for name, module in modules if _is_attention_core(module)]
+        self.cores: list[tuple[int, Any]] = [(self.layers[_part(name)], core) for name, core in cores]
+        self.shards: list[_Shards] = []
+
+    def start(self, step: int) -> None:
+        """Before the first forward."""
+        self.sampled = self.freq > 0 and step % self.freq == 0
+        if self.sampled:
+            for _, core in self.cores:
+                core.largest_logit = torch.full((), -math.inf, device=self.mesh.device_type)
+
+    def before_update(self) -> None:
+        """When gradients are final and not yet clipped. From here to after_update a copy of the weights is kept."""
+        if not self.sampled:
+            return
+        split: dict[Groups, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
+        for part, parameter in self.parameters:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            groups, weight = local_part(parameter.detach())
+            split[groups].append((part, weight, local_part(gradient)[1]))
+        self.shards = [_Shards(groups, shards, len(self.parts)) for groups, shards in split.items()]
+
+    def after_update(self) -> None:
+        """Put together what ranks know: a message for each dimension of the mesh, or two; not one for each layer."""
+        if not self.sampled:
+            return
+        self.squares = torch.stack([shards.squares() for shards in self.shards]).sum(dim=0)
+        self.shards = []
+        self.logits = torch.full((len(self.layers),), -math.inf, device=self.mesh.device_type)
+        for layer, core in self.cores:
+            self.logits[layer] = torch.maximum(self.logits[layer], core.largest_logit)
+            core.largest_logit = None
+        for name in ("pp", "dp_replicate", "fsdp", "tp"):
+            if self.mesh[name].size() > 1:
+                dist.all_reduce(self.logits, dist.ReduceOp.MAX, self.mesh[name].get_group())
+        if self.mesh["pp"].size() > 1:
+            dist.all_reduce(self.squares, group=self.mesh["pp"].get_group())
+
+    def tables(self) -> dict[str, dict[str, float]]:
+        """Table -> part of the model -> number, of the last sampled step, on every rank. Waits for the device."""
+        gradient, weight, update = self.squares.sqrt()
+        norms = {"gradient_norm": gradient, "weight_norm": weight, "update_ratio": update / weight}
+        tables = {table: dict(zip(self.parts, values.tolist(), strict=True)) for table, values in norms.items()}
+        return tables | {"attention_logit_max": dict(zip(self.layers, self.logits.tolist(), strict=True))}
+
+
+class _Shards:
+    """This rank's shards of all weights that are split over the same groups, and their norms, through an update."""
+
+    def __init__(self, groups: Groups, shards: list[tuple[int, Tensor, Tensor]], parts: int) -> None:
+        """shards: number of the part of the model that it is of, weight, gradient."""
+        numbers, weights, gradients = zip(*shards, strict=True)
+        self.groups, self.parts, self.weights = groups, parts, list(weights)
+        self.numbers = torch.tensor(numbers, device=weights[0].device)
+        self.known = [self._squares(list(gradients)), self._squares(self.weights)]
+        self.before = [weight.clone() for weight in weights]
+
+    def squares(self) -> Tensor:
+        """Sums of squares, over all ranks, of gradients, weights before, and what the update changed: (3, parts)."""
+        torch._foreach_sub_(self.before, self.weights)
+        squares = torch.stack([*self.known, self._squares(self.before)])
+        for group in self.groups:
+            dist.all_reduce(squares, group=group)
+        return squares
+
+    def _squares(self, tensors: list[Tensor]) -> Tensor:
+        """By part, in float64: see clip_gradients."""
+        squares = torch.stack(torch._foreach_norm(tensors, dtype=torch.float64)).square()
+        return squares.new_zeros(self.parts).index_add_(0, self.numbers, squares)
+
+
+def _number_parts(names: Iterable[str]) -> dict[str, int]:
+    """The parts of the model that these are in, numbered as they come."""
+    return {part: number for number, part in enumerate(dict.fromkeys(map(_part, names)))}
+
+
+def _part(name: str) -> str:
+    """layers.0.attention.wq.weight -> layers.0; norm.weight -> norm."""
+    first, second, *_ = name.split(".")
+    return f"{first}.{second}" if second.isdigit() else first
+
+
+def _is_attention_core(module: nn.Module) -> bool:
+    return hasattr(module, "largest_logit")

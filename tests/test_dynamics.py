@@ -1,0 +1,362 @@
+"""Dynamics: what the numbers are, the same at every layout; nothing in steps not sampled; rows of a real run."""
+
+import functools
+import itertools
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from components.dry_run import Meter
+from components.metrics import _flat, _without_nan
+from models import MODELS
+from tests.harness import Case, Observation, observe, observe_all, rewrite
+from tests.test_train import count_waits, rows, run_train
+
+Tables = dict[str, dict[str, float]]
+BAR = 1e-5
+"""Relative, of every number."""
+
+GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
+SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"
+TP, CP, PP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline"))
+METHOD, ROTATE = "--parallelism.context_parallel_method", "--parallelism.context_parallel_rotate_method"
+UNBALANCED = ("--parallelism.context_parallel_load_balancer", "none")
+NO_SEQUENCE_PARALLEL = ("--parallelism.sequence_parallel", "false")
+SCHEDULE, MICRO = "--parallelism.pipeline_parallel_schedule", "--parallelism.pipeline_parallel_microbatch_size"
+CHECKPOINTED, COMPILED = (
+    ("--activation_checkpoint.mode", "full"),
+    ("--compile.enable", "--compile.backend", "aot_eager"),
+)
+PER_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+CLIPPED = ("--training.max_norm", "0.1")
+DOCUMENTS = ("--training.document_mask", "true")
+
+RUNS = {
+    "llama": ("--model.flavor", "long", GLOBAL, "12", LOCAL, "12", *CLIPPED),
+    "qwen3": (
+        "--model.name",
+        "qwen3",
+        "--model.flavor",
+        "many_heads_tied",
+        *DOCUMENTS,
+        GLOBAL,
+        "12",
+        LOCAL,
+        "12",
+        *CLIPPED,
+    ),
+    "six layers": ("--model.flavor", "long", *DOCUMENTS, GLOBAL, "8", LOCAL, "8", *CLIPPED),
+}
+"""Settings of one process. Steps are sampled from the first, but of Llama the second: the first must leave no trace."""
+LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "fsdp tp ring": ("llama", 8, (SHARD, "2", TP, "2", CP, "2", LOCAL, "2")),
+    "compiled": ("llama", 1, COMPILED),
+    "compiled ring tp": ("llama", 4, (TP, "2", CP, "2", *COMPILED)),
+    "ddp ring": ("llama", 4, (REPLICATE, "2", CP, "2", LOCAL, "3", ROTATE, "alltoall", *UNBALANCED, *CHECKPOINTED)),
+    "ring per operation": ("llama", 4, (CP, "4", *PER_OPERATION)),
+    "hsdp": ("llama", 4, (REPLICATE, "2", SHARD, "2", LOCAL, "1", *CHECKPOINTED, *COMPILED)),
+    "hsdp tp": ("qwen3", 8, (REPLICATE, "2", SHARD, "2", TP, "2", LOCAL, "3")),
+    "ulysses tp": ("qwen3", 4, (TP, "2", CP, "2", METHOD, "ulysses", LOCAL, "4", *NO_SEQUENCE_PARALLEL)),
+    "allgather fsdp": ("qwen3", 4, (SHARD, "2", CP, "2", METHOD, "allgather_kv", LOCAL, "6", *CHECKPOINTED)),
+    "compiled allgather": ("qwen3", 4, (CP, "4", METHOD, "allgather_kv", *UNBALANCED, *COMPILED)),
+    "ulysses": ("qwen3", 4, (SHARD, "2", CP, "2", METHOD, "ulysses", *UNBALANCED, LOCAL, "6", *PER_OPERATION)),
+    **{
+        f"pp {schedule}": ("six layers", 4, (PP, "2", SCHEDULE, schedule, *more))
+        for schedule, more in {
+            "1F1B": (SHARD, "2", LOCAL, "4", *PER_OPERATION),
+            "GPipe": (REPLICATE, "2", LOCAL, "2"),
+            "Interleaved1F1B": (TP, "2", *CHECKPOINTED),
+            "LoopedBFS": (CP, "2", METHOD, "allgather_kv"),
+            "InterleavedZeroBubble": (CP, "2", METHOD, "ulysses", *CHECKPOINTED),
+            "ZBVZeroBubble": (TP, "2", *NO_SEQUENCE_PARALLEL, *COMPILED),
+            "DualPipeV": (SHARD, "2", LOCAL, "4", *CHECKPOINTED, "--debug.deterministic"),
+        }.items()
+    },
+}
+
+
+def tables_of(run: train.Run) -> tuple[Tables, dict[str, Tensor]]:
+    """And the first global batch: that of one process."""
+    run.sequences = 0
+    return run.dynamics.tables(), next(train.micro_batches(run))
+
+
+def case(kind: str, *layout: str, ranks: int = 1, mutate: Callable[[], None] | None = None) -> Case:
+    every = 2 if kind == "llama" else 1
+    overrides = (*RUNS[kind], "--metrics.dynamics_freq", str(every), *layout)
+    return Case(overrides, ranks, steps=every, mutate=mutate, at_end=tables_of)
+
+
+@functools.cache
+def one_process() -> dict[str, Observation]:
+    found = dict(zip(RUNS, observe_all([case(kind) for kind in RUNS]), strict=True))
+    assert not [error for error in found.values() if isinstance(error, RuntimeError)]
+    return found  # type: ignore[return-value]
+
+
+@functools.cache
+def all_layouts() -> dict[str, Observation | RuntimeError]:
+    """Those of as many ranks in the same processes."""
+    found: dict[str, Observation | RuntimeError] = {}
+    for ranks in sorted({ranks for _, ranks, _ in LAYOUTS.values()}):
+        same = {name: layout for name, layout in LAYOUTS.items() if layout[1] == ranks}
+        cases = [case(kind, *overrides, ranks=ranks) for kind, _, overrides in same.values()]
+        found |= dict(zip(same, observe_all(cases), strict=True))
+    return found
+
+
+def differences(tables: Tables, references: Tables) -> list[str]:
+    """Tables and parts whose numbers differ; or what is there at all, or its order."""
+    shape, wanted = ({table: list(values) for table, values in each.items()} for each in (tables, references))
+    if shape != wanted:
+        return [f"{shape}, not {wanted}"]
+    values = (
+        (table, part, value, references[table][part]) for table in tables for part, value in tables[table].items()
+    )
+    return [
+        f"{table} {part} {one} {other}"
+        for table, part, one, other in values
+        if not abs(one - other) <= BAR * abs(other)
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_are_those_of_one_process(layout: str) -> None:
+    observed = all_layouts()[layout]
+    assert isinstance(observed, Observation), observed
+    assert not differences(observed.extra[0], one_process()[LAYOUTS[layout][0]].extra[0])
+
+
+def part_of(name: str) -> str:
+    return ".".join(name.split(".")[: 2 if name.startswith("layers.") else 1])
+
+
+def norms(tensors: dict[str, Tensor]) -> dict[str, float]:
+    squares: dict[str, float] = defaultdict(float)
+    for name, tensor in tensors.items():
+        squares[part_of(name)] += tensor.double().square().sum().item()
+    return {part: math.sqrt(square) for part, square in squares.items()}
+
+
+def largest_logits(kind: str, weights: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, float]:
+    """From q and k of the plain model, every one against every other."""
+    name = RUNS[kind][1] if kind == "qwen3" else "llama"
+    model_class, flavors = MODELS[name]
+    model = model_class(flavors[RUNS[kind][RUNS[kind].index("--model.flavor") + 1]])
+    model.load_state_dict(weights, strict=False)  # a tied table is there once
+    found: dict[str, float] = {}
+
+    def look(layer: str, core: nn.Module, given: tuple[Tensor, ...]) -> None:
+        q, k = (tensor.detach().double() for tensor in given[:2])
+        logits = (
+            torch.einsum("bhsk,bhtk->bhst", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) / q.shape[3] ** 0.5
+        )
+        before = torch.ones(logits.shape[2:], dtype=torch.bool).tril()[None]
+        if "document_ids" in batch:
+            documents = batch["document_ids"]
+            before = before & (documents[:, :, None] == documents[:, None])
+        found[layer] = logits[before[:, None].expand_as(logits)].max().item()
+
+    for number, layer in model.layers.items():
+        layer.attention.core.register_forward_pre_hook(functools.partial(look, f"layers.{number}"))
+    model(**batch)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "six layers"])
+def test_numbers_are_what_the_page_says(kind: str) -> None:
+    """Recomputed from the gradients and weights that the harness saw in the first step, and from its tokens."""
+    observed = one_process()[kind]
+    tables, batch = observed.extra
+    before = norms(observed.first_weights)
+    change = norms({name: observed.weights[name] - weight for name, weight in observed.first_weights.items()})
+    assert not differences(
+        tables,
+        {
+            "gradient_norm": norms(observed.gradients),
+            "weight_norm": before,
+            "update_ratio": {part: change[part] / before[part] for part in before},
+            "attention_logit_max": largest_logits(kind, observed.first_weights, batch),
+        },
+    )
+    layers = [f"layers.{layer}" for layer in range(2 if kind == "qwen3" else 6)]
+    ends = ["norm"] if kind == "qwen3" else ["norm", "output"]  # where it is tied, the table is counted once
+    assert list(tables["gradient_norm"]) == ["tok_embeddings", *layers, *ends]
+    assert list(tables["attention_logit_max"]) == layers
+    assert math.sqrt(sum(norm**2 for norm in tables["gradient_norm"].values())) == pytest.approx(observed.norms[0][0])
+
+
+def test_logits_by_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    import models.layers as layers
+
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 8, 40, 16), torch.randn(2, 2, 40, 16)
+    index = torch.arange(40)
+    mask = torch.rand(2, 1, 40, 40) < 0.3
+    found = []
+    for size in (2**20, 2000, 1):
+        monkeypatch.setitem(layers._LOGITS_AT_A_TIME, "cpu", size)
+        for visible, places in ((None, None), (None, index), (mask, None)):
+            largest = torch.full((), -math.inf)
+            layers.raise_to_largest_logit(largest, q, k, visible, places)
+            found.append(largest.item())
+    assert found[0] == pytest.approx(found[1])
+    assert found[3:6] == pytest.approx(found[:3])
+    assert found[6:9] == pytest.approx(found[:3])
+    assert found[2] != pytest.approx(found[0])
+
+
+def count(run: train.Run) -> tuple[dict[tuple[str, str], list[int]], int, list[str]]:
+    """Messages, peak of memory, and waits for the device of the steps after the second."""
+    batches = train.micro_batches(run)
+    batches = itertools.chain([next(batches)], batches)
+    with Meter(run.mesh, run.parameters) as meter:
+        train.train_step(run, batches, train.valid_tokens(run))
+    return meter.sent, meter.peak, count_waits(run)
+
+
+def test_a_step_that_is_not_sampled_sends_holds_and_waits_as_without() -> None:
+    layout = ("--model.flavor", "many_heads", TP, "2", CP, "2")
+    never, other, sampled = (
+        observe(*layout, "--metrics.dynamics_freq", freq, ranks=4, steps=2, at_end=count).extra
+        for freq in ("0", "7", "3")
+    )
+    assert never == other
+    assert never[2] == []
+    messages = {key: sampled[0].get(key, [0])[0] - number for key, (number, _) in never[0].items()}
+    # Weights are split over fsdp and tp, and norms over fsdp alone; logits are compared; keys of two layers gathered.
+    assert messages["tp", "all-reduce"] == 1 + 1
+    assert sampled[0]["fsdp", "all-reduce"][0] == 2 + 1
+    assert sampled[1] > never[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A piece of the code, what it becomes, and where its numbers are then wrong."""
+
+    function: str
+    old: str
+    new: str
+    kind: str
+    layout: tuple[str, ...]
+    table: str
+    ranks: int = 2
+
+    def plant(self) -> None:
+        module, _, function = self.function.partition(":")
+        rewrite(module, function, self.old, self.new)
+
+
+SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.layers:AttentionCore.forward"
+FAULTS = {
+    "tp not summed": Fault(
+        f"components.dynamics:{SHARDS}", "in self.groups:", "in self.groups[:-1]:", "qwen3", (TP, "2"), "weight_norm"
+    ),
+    "replicas counted twice": Fault(
+        "components.optimizer:local_part",
+        "if not placement.is_replicate()",
+        "",
+        "qwen3",
+        (REPLICATE, "2", LOCAL, "6"),
+        "gradient_norm",
+    ),
+    "a stage forgotten": Fault(
+        f"components.dynamics:{UPDATED}",
+        'if self.mesh["pp"].size() > 1',
+        "if False",
+        "six layers",
+        (PP, "2"),
+        "weight_norm",
+    ),
+    "logits of one rank's sequences": Fault(
+        f"components.dynamics:{UPDATED}", '"fsdp", ', "", "qwen3", (SHARD, "2", LOCAL, "6"), "attention_logit_max"
+    ),
+    "a stage that learns its shapes from whatever is in memory": Fault(
+        "parallelize.pipeline:Pipeline.__init__",
+        "input_args=hidden if number else tokens,",
+        "",
+        "six layers",
+        (PP, "2", "--debug.deterministic"),  # then whatever is in memory is NaN
+        "attention_logit_max",
+    ),
+    "gradients after clipping": Fault(
+        "train:train_step",
+        "    finite =",
+        "    run.dynamics.before_update()\n    finite =",
+        "qwen3",
+        (),
+        "gradient_norm",
+        1,
+    ),
+    "logits without scale": Fault(
+        CORE, "q.detach()", "q.detach() * q.shape[3] ** 0.5", "qwen3", (), "attention_logit_max", 1
+    ),
+    "documents see each other": Fault(CORE, "mask, None)", "None, None)", "qwen3", (), "attention_logit_max", 1),
+    "keys in the order of ranks": Fault(
+        "parallelize.context:_RingCore._observe",
+        ".index_select(2, order.argsort())",
+        "",
+        "llama",
+        (CP, "2"),
+        "attention_logit_max",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    fault = FAULTS[name]
+    (observed,) = observe_all([case(fault.kind, *fault.layout, ranks=fault.ranks, mutate=fault.plant)])
+    assert isinstance(observed, Observation), observed
+    different = differences(observed.extra[0], one_process()[fault.kind].extra[0])
+    assert [line for line in different if line.startswith(fault.table)], different
+
+
+def not_a_number() -> None:
+    rewrite("train", "train_step", "/ valid", "* float('nan')")
+
+
+def test_a_step_that_is_not_finite_has_no_update() -> None:
+    tables: Tables
+    tables, _ = next(iter(observe_all([case("qwen3", mutate=not_a_number)]))).extra  # type: ignore[union-attr]
+    assert set(tables["update_ratio"].values()) == {0.0}
+    assert all(math.isnan(norm) for norm in tables["gradient_norm"].values())
+    row = _without_nan({"step": 3, "loss": math.inf, "dynamics": tables})
+    assert row["dynamics"]["gradient_norm"]["norm"] is None
+    assert row["dynamics"]["weight_norm"] == tables["weight_norm"]
+    assert "NaN" not in json.dumps(row)
+    flat = _flat(row)
+    assert flat["step"] == 3
+    assert flat["update_ratio/layers.1"] == 0.0
+    assert not any(isinstance(value, dict) for value in flat.values())
+
+
+@pytest.mark.torchrun
+def test_rows_of_a_run_survive_a_resume(tmp_path: Path) -> None:
+    given = ["--metrics.dynamics_freq", "2", "--metrics.enable_tensorboard", "--job.dump_folder", str(tmp_path)]
+    given += ["--validation.no_enable", "--checkpoint.interval", "2"]
+    for steps in ("3", "6"):
+        process = run_train(*given, "--training.steps", steps)
+        assert process.wait(120) == 0, process.communicate()[0]
+    sampled = {row["step"]: row["dynamics"] for row in rows(tmp_path) if "dynamics" in row}
+    assert list(sampled) == [2, 4, 6]
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    parts = ["tok_embeddings", *(f"layers.{layer}" for layer in range(4)), "norm", "output"]
+    for tables in sampled.values():
+        assert {table: list(values) for table, values in tables.items()} == {
+            **dict.fromkeys(("gradient_norm", "weight_norm", "update_ratio"), parts),
+            "attention_logit_max": parts[1:-2],
+        }
+        assert all(value > 0 for table in ("weight_norm", "update_ratio") for value in tables[table].values())
+    (norm,) = (row["grad_norm"] for row in rows(tmp_path) if row["step"] == 4 and "loss" in row)
+    assert math.sqrt(sum(value**2 for value in sampled[4]["gradient_norm"].values())) == pytest.approx(norm)
+    events = b"".join(path.read_bytes() for path in (tmp_path / "tb").glob("events.*"))
+    assert b"attention_logit_max/layers.3" in events
