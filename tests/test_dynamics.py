@@ -59,14 +59,14 @@ RUNS = {
 LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp tp ring": ("llama", 8, (SHARD, "2", TP, "2", CP, "2", LOCAL, "2")),
     "compiled": ("llama", 1, COMPILED),
-    "compiled ring tp": ("llama", 4, (TP, "2", CP, "2", *COMPILED)),
+    "compiled ring": ("llama", 2, (CP, "2", *COMPILED)),
     "ddp ring": ("llama", 4, (REPLICATE, "2", CP, "2", LOCAL, "3", ROTATE, "alltoall", *UNBALANCED, *CHECKPOINTED)),
     "ring per operation": ("llama", 4, (CP, "4", *PER_OPERATION)),
-    "hsdp": ("llama", 4, (REPLICATE, "2", SHARD, "2", LOCAL, "1", *CHECKPOINTED, *COMPILED)),
+    "hsdp": ("llama", 4, (REPLICATE, "2", SHARD, "2", LOCAL, "1", *CHECKPOINTED)),
     "hsdp tp": ("qwen3", 8, (REPLICATE, "2", SHARD, "2", TP, "2", LOCAL, "3")),
     "ulysses tp": ("qwen3", 4, (TP, "2", CP, "2", METHOD, "ulysses", LOCAL, "4", *NO_SEQUENCE_PARALLEL)),
     "allgather fsdp": ("qwen3", 4, (SHARD, "2", CP, "2", METHOD, "allgather_kv", LOCAL, "6", *CHECKPOINTED)),
-    "compiled allgather": ("qwen3", 4, (CP, "4", METHOD, "allgather_kv", *UNBALANCED, *COMPILED)),
+    "compiled allgather": ("qwen3", 4, (CP, "4", METHOD, "allgather_kv", *UNBALANCED, *COMPILED, *CHECKPOINTED)),
     "ulysses": ("qwen3", 4, (SHARD, "2", CP, "2", METHOD, "ulysses", *UNBALANCED, LOCAL, "6", *PER_OPERATION)),
     **{
         f"pp {schedule}": ("six layers", 4, (PP, "2", SCHEDULE, schedule, *more))

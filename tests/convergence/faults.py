@@ -129,6 +129,7 @@ def reference() -> tuple[Curve, dict[str, list[float]]]:
     return curve, noise_floor(curve, noise)
 
 
+@cache
 def measure(fault: Fault | None, layout: str) -> dict[str, Distance]:
     """Loss and gradient norm against one process, with the fault planted or without any."""
     curve, floor = reference()
