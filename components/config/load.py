@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import re
 import tomllib
@@ -184,18 +185,26 @@ def _unknown(key: str, value: Any) -> str:
     )
 
 
+@functools.cache
+def _adapter(key: str) -> pydantic.TypeAdapter:
+    """Making one takes longer than checking with it."""
+    return pydantic.TypeAdapter(_FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
+
+
 def _checked(key: str, value: Any, setting: _Given) -> Any:
     """The value, of the key's type and within its bounds. Raises ConfigError."""
-    adapter = pydantic.TypeAdapter(_FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
     try:
-        return adapter.validate_python(value)
+        return _adapter(key).validate_python(value)
     except pydantic.ValidationError:
         raise ConfigError(setting.mistake(f"expected {describe_type(_FIELDS[key])}")) from None
 
 
+_type_hints = functools.cache(typing.get_type_hints)
+
+
 def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) -> Any:
     """A table, and the tables inside it, from checked values; what was not given keeps its default."""
-    hints = typing.get_type_hints(table)
+    hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
         if dataclasses.is_dataclass(hints[field.name]):
