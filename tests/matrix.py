@@ -145,6 +145,7 @@ class Layout:
             *("--training.local_batch_size", str(local)),
         )
 
+    @functools.cache  # noqa: B019 - a layout is a value
     def refusal(self) -> str:
         """Why it is refused before launch; empty if it is not."""
         try:
@@ -234,10 +235,11 @@ def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 120) -> lis
         drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for _ in range(tries))
         worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
         few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
-        fitting = [each for each in few if not each.refusal()]
-        if fitting:
-            chosen.append(max(fitting, key=lambda each: len(worth[each]) / (1 + each.ranks)))
-            missing -= worth[chosen[-1]]
+        few.sort(key=lambda each: -len(worth[each]) / (1 + each.ranks))
+        best = next((each for each in few if not each.refusal()), None)
+        if best:
+            chosen.append(best)
+            missing -= worth[best]
     return chosen
 
 
