@@ -1,21 +1,22 @@
 """A dry run says what a real step of the same rank holds and sends; and every recipe passes one at its full scale."""
 
-import functools
+import contextlib
+import io
 import multiprocessing
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
 
 import train
 from components.config import ROOT, load_config
 from components.dry_run import Meter
-from components.launch import read_settings
+from components.launch import check, read_settings
 from tests.harness import RECIPE, SMALL, observe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -68,30 +69,28 @@ def count_real(run: train.Run) -> Counted:
     return meter.peak_before_update, meter.sent
 
 
-def count_fake(words: tuple[str, ...], rank: int, ranks: int, answers: "multiprocessing.Queue[Counted]") -> None:
+def count_fake(words: tuple[str, ...], rank: int, ranks: int) -> Counted:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    torch.set_num_threads(1)
     config = load_config(["--job.config_file", str(RECIPE), *SMALL, *words, "--comm.mode", "fake_backend"])
     _, meter = train.rehearse(config)
-    answers.put((meter.peak_before_update, meter.sent))
+    return meter.peak_before_update, meter.sent
 
 
-@functools.cache
-def fake(name: str) -> Counted:
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    """Two processes at a time, and one for each call, with all imported: that takes longer than most dry runs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.harness"])
-    answers: multiprocessing.Queue[Counted] = context.Queue()
-    process = context.Process(target=count_fake, args=(overrides(name), 0, LAYOUTS[name][0], answers))
-    process.start()
-    found = answers.get(timeout=120)
-    process.join()
-    return found
+    with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as executor:
+        yield executor
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_dry_run_is_what_the_real_step_is(name: str) -> None:
-    peak, sent = observe(*overrides(name), ranks=LAYOUTS[name][0], steps=1, at_end=count_real).extra
-    dry_peak, dry_sent = fake(name)
+def test_a_dry_run_is_what_the_real_step_is(name: str, pool: ProcessPoolExecutor) -> None:
+    ranks = LAYOUTS[name][0]
+    dry = pool.submit(count_fake, overrides(name), 0, ranks)
+    peak, sent = observe(*overrides(name), ranks=ranks, steps=1, at_end=count_real).extra
+    dry_peak, dry_sent = dry.result()
     assert dry_sent == sent
     # Zero-bubble stages hold a message more or less, as it comes.
     assert dry_peak == pytest.approx(peak, rel=0.05 if "ZBV" in name else 0.02), dry_peak / peak
@@ -109,33 +108,31 @@ def ranks_to_show(recipe: Path) -> list[int]:
     return [0, settings.world_size - 1] if "pipeline_parallel_degree" in recipe.read_text() else [0]
 
 
-def dry_run(recipe: Path, rank: int) -> tuple[subprocess.CompletedProcess[str], float]:
-    """And its seconds, of its own: other work on the machine is not the dry run's."""
-    command = [str(ROOT / "run_train.sh"), "--job.config_file", str(recipe), "--comm.mode", "fake_backend"]
-    variables = {**os.environ, **launch_line(recipe), "LOG_RANK": str(rank), "OMP_NUM_THREADS": "1"}
-    timed = ["bash", "-c", 'TIMEFORMAT=%U; time "$@"', "-", *command]
-    done = subprocess.run(timed, env=variables, capture_output=True, text=True, check=False)
-    return done, float(done.stderr.split()[-1])
+def dry_run(recipe: Path, rank: int) -> tuple[int, str, float]:
+    """As components/launch.py does it in another process: exit code, what is printed, and seconds of its own."""
+    began, argv = time.process_time(), ["--job.config_file", str(recipe), "--comm.mode", "fake_backend"]
+    os.environ |= {**launch_line(recipe), "CUDA_VISIBLE_DEVICES": ""}
+    _, settings = check(argv, os.environ)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size)}
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        code = train.main(argv)
+    return code, said.getvalue(), time.process_time() - began
 
 
 @pytest.fixture(scope="module")
-def dry_runs() -> Iterator[dict[tuple[Path, int], Future]]:
-    """Of all recipes, two at a time."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {
-            (recipe, rank): pool.submit(dry_run, recipe, rank) for recipe in RECIPES for rank in ranks_to_show(recipe)
-        }
+def dry_runs(pool: ProcessPoolExecutor) -> dict[tuple[Path, int], Future]:
+    return {(recipe, rank): pool.submit(dry_run, recipe, rank) for recipe in RECIPES for rank in ranks_to_show(recipe)}
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_starts_at_its_full_scale(recipe: Path, dry_runs: dict[tuple[Path, int], Future]) -> None:
-    """Under a minute each, and under the memory of the GPUs that its head names."""
+    """Under a minute each, ten seconds of imports among them, and under the memory of the GPUs that its head names."""
     for rank in ranks_to_show(recipe):
-        done, seconds = dry_runs[recipe, rank].result()
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert f"rank {rank} of " in done.stdout
-        assert seconds < 60
-        needed = re.search(r"in all, at the highest point +([\d.]+) GiB", done.stdout)
+        code, said, seconds = dry_runs[recipe, rank].result()
+        assert code == 0
+        assert f"rank {rank} of " in said
+        assert seconds < 50
+        needed = re.search(r"in all, at the highest point +([\d.]+) GiB", said)
         memory = re.search(r"GPUs of (\d+) GB", recipe.read_text())
         assert needed
         assert float(needed[1]) * 2**30 < 0.92 * int(memory[1] if memory else 16) * 1e9, needed[1]
