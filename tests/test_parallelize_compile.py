@@ -28,14 +28,14 @@ def test_compiled_layout_is_the_run_of_one_process(layout: str, more: tuple[str,
 
 
 @pytest.mark.skipif(" " in torch.__file__, reason="inductor cannot link with a torch whose path has a space")
-@pytest.mark.parametrize("layout", ["one", "tp 2"])
-def test_inductor_gives_the_same_run(layout: str) -> None:
+def test_inductor_gives_the_same_run() -> None:
     """Compiled against compiled, and both against eager: its kernels round otherwise."""
-    ranks, overrides = LAYOUTS[layout]
+    ranks, overrides = LAYOUTS["tp 2"]
     observed = observe(*overrides, *INDUCTOR, ranks=ranks, steps=2, valid_labels=UNEVEN_LABELS)
     compiled = observe(*INDUCTOR, steps=2, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, compiled)
-    assert figures(observed, observe(steps=2, valid_labels=UNEVEN_LABELS))["gradient"] < 1e-5
+    eager = observe(steps=2, valid_labels=UNEVEN_LABELS)
+    assert max(figures(each, eager)["gradient"] for each in (observed, compiled)) < 1e-5
 
 
 def graphs(run: train.Run) -> int:

@@ -19,7 +19,7 @@ from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
 from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
-from tests.harness import broken_bars, observe, rewrite
+from tests.harness import VOCABULARY, broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 TP2 = ("--parallelism.tensor_parallel_degree", "2")
@@ -129,7 +129,7 @@ def logits_of(run: train.Run) -> torch.Tensor:
 def test_without_labels_every_rank_gets_all_logits(settings: tuple[str, ...]) -> None:
     whole = observe(steps=0, at_end=logits_of).extra
     split = observe(*TP2, *settings, ranks=2, steps=0, at_end=logits_of).extra
-    assert split.shape == whole.shape == (2, 32, 4096)
+    assert split.shape == whole.shape == (2, 32, VOCABULARY)
     assert (split - whole).abs().max() < 1e-5
 
 

@@ -109,7 +109,7 @@ CASES = [
     Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
-    Refused("vocabulary", (TP, "2"), "4099 rows in its vocabulary", "gradient", model={"vocab_size": 4099}),
+    Refused("vocabulary", (TP, "2"), "1027 rows in its vocabulary", "gradient", model={"vocab_size": 1027}),
     Refused("training.seq_len", (CP, "2"), "multiple of 4 tokens: 32 or 36 would", "gradient", run=(LENGTH, "34")),
     Refused("training.seq_len", (TP, "2"), "multiple of 2 tokens: 32 or 34 would", "error", run=(LENGTH, "33")),
     Refused(
