@@ -25,6 +25,8 @@ class Dynamics:
     def __init__(self, freq: int, model: nn.Module, stages: Sequence[nn.Module], mesh: Mesh) -> None:
         """freq: sample every so many steps, 0 for never. model: the whole, of which the stages are this rank's."""
         self.freq, self.mesh, self.sampled = freq, mesh, False
+        if not freq:
+            return
         self.parts = _number_parts(name for name, _ in model.named_parameters())
         self.layers = _number_parts(name for name, module in model.named_modules() if _is_attention_core(module))
         named = [each for stage in stages for each in stage.named_parameters()]
