@@ -66,10 +66,11 @@ class Panel:
         axes.set_title(self.title, fontsize=11)
         axes.set(xlabel="step", ylabel=self.unit)
         axes.grid(alpha=0.3)
-        count = len(axes.get_legend_handles_labels()[1])
-        if count > 1 or self.named:
-            many: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 3, "frameon": False}
-            axes.legend(fontsize=8, **(many if count > 4 else {}))
+        names = axes.get_legend_handles_labels()[1]
+        if len(names) > 1 or self.named:
+            columns = 3 if max(map(len, names), default=0) < 18 else 2
+            below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "frameon": False}
+            axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
 
 
 @dataclass

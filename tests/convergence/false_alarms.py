@@ -56,7 +56,7 @@ def main(runs: int) -> int:
         place = f"core {min(cores)}" if len(cores) == 1 else "all cores"
         curve.text = f"{number + 1}: {text}, {threads} threads, {load} busy, {place}"
         comparison.curves.append(curve)
-        print(as_text(comparison.table()[-1:]), flush=True)
+        print(as_text([comparison.table()[1 + len(comparison.curves)]]), flush=True)
     write(comparison, folder, shlex.join(["python", "-m", "tests.convergence.false_alarms", str(runs)]))
     print(as_markdown(comparison.table()))
     print(*comparison.sentences(), f"{len(comparison.outside)} false alarms in {runs} runs", sep="\n")

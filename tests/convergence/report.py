@@ -54,7 +54,7 @@ class Comparison:
             found = self.found(curve)
             step = first_outside(found)
             left = [NAMES[name] for name, distance in found.items() if distance.leaves_band is not None]
-            witnesses = [other for other in [*self.all_curves] if other is not curve]
+            witnesses = [other for other in self.all_curves if other is not curve]
             moved = who_moved(curve, self.reference, witnesses, self.floor)
             lines.append(
                 f"{curve.text}: not the run of {self.reference.text}: {' and '.join(left)} left the band, first at "
@@ -62,11 +62,9 @@ class Comparison:
             )
         if lines:
             return lines
-        count = len(self.curves)
-        with_golden = " and the golden curve" if self.golden else "; there is no golden curve"
-        return [
-            f"the same run: {count} {'side' if count == 1 else 'sides'}{with_golden} within {BAND:g} x the noise floor"
-        ]
+        sides = "1 side" if len(self.curves) == 1 else f"{len(self.curves)} sides"
+        known = "and the golden curve" if self.golden else "(it has no golden curve)"
+        return [f"the same run: {sides} {known} within {BAND:g} x the noise floor"]
 
     def table(self) -> list[list[str]]:
         """A row for each curve; the first row names the columns."""
@@ -88,18 +86,33 @@ class Comparison:
         shown = [self.reference, *others]
         panels: list[Panel | Bars] = []
         for name in SERIES:
-            lines = {curve.text: _by_step(getattr(curve, name)) for curve in shown}
+            lines = {_short(curve.text): _by_step(getattr(curve, name)) for curve in shown}
             panels.append(Panel(NAMES[name], "", lines, named=True))
         for name in SERIES:
-            lines = {curve.text: _by_step(differences(curve, self.reference)[name]) for curve in others}
+            lines = {_short(curve.text): _by_step(differences(curve, self.reference)[name]) for curve in others}
             bounds = {"band": [BAND * value for value in self.floor[name]], "noise floor": self.floor[name]}
             limits = {text: _by_step(values) for text, values in bounds.items()}
             title = f"{NAMES[name]}: difference from {self.reference.text}"
             panels.append(Panel(title, "relative", lines, log=True, limits=limits))
         ran = [self.reference, *self.curves]
-        panels.append(Bars("speed", "tokens a second", {each.text: median(each.tokens_per_second) for each in ran}))
-        panels.append(Bars("memory of rank 0, at its peak", "GiB", {each.text: each.memory_gib for each in ran}))
+        speeds = {_short(curve.text): median(curve.tokens_per_second) for curve in ran}
+        panels.append(Bars("speed", "tokens a second", speeds))
+        memory = {_short(curve.text): curve.memory_gib for curve in ran}
+        panels.append(Bars("memory of rank 0, at its peak", "GiB", memory))
         return panels
+
+
+def _short(text: str) -> str:
+    """A side's name for a picture: of a setting its value, where that says enough."""
+    words: list[str] = []
+    for word in text.split():
+        if word.startswith("--"):
+            words.append(word[2:].rpartition(".")[0] if word.endswith(".enable") else word[2:].rpartition(".")[2])
+        elif words and "_" in words[-1] and word not in ("true", "false") and not word.isdecimal():
+            words[-1] = word
+        else:
+            words.append(word)
+    return " ".join(words)
 
 
 def _times(distance: Distance) -> str:
