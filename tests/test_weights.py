@@ -97,7 +97,7 @@ def test_a_run_from_weights_is_the_same_at_every_layout(folder: Path, tmp_path: 
         return observe(*start_from(folder, *words), ranks=ranks, steps=3, folder=str(tmp_path / name))
 
     one = run("one", 1)
-    assert max(abs(loss - 8.3) for loss in one.losses) < 0.2
+    assert max(abs(loss - 6.93) for loss in one.losses) < 0.2
     assert broken_bars(run("fsdp 2, tp 2", 4, *TP), one) == {}
     name, flavor = folder.name.split()
     fresh = observe("--model.name", name, "--model.flavor", flavor, steps=1)
