@@ -2,14 +2,14 @@
 # Train:  ./run_train.sh [--job.config_file FILE] [--table.key value ...]     (--help lists every key)
 #
 # Finds a Python that has what pyproject.toml asks for, or makes .venv in the repository, and hands over to
-# components/launch.py. Works in any folder and with bash 3.2. PYTHON names the Python to use.
+# components/start.py. Works in any folder and with bash 3.2. PYTHON names the Python to use.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
 
-# Sets $python. Options (--group test) go to components/environment.py. Says nothing when the environment is there.
+# Sets $python. Options (--group test) go to components/launch/environment.py. Says nothing when the environment is there.
 find_python() {
-    local environment="$root/components/environment.py" lacks base
+    local environment="$root/components/launch/environment.py" lacks base
     if [ -n "${PYTHON:-}" ]; then
         python="$PYTHON"
         if ! modern "$python"; then
@@ -44,7 +44,7 @@ modern() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     find_python
-    # Before the caller's own path, so that no other `components` is found first. -P: nor beside launch.py.
+    # Before the caller's own path, so that no other `components` is found first. -P: nor beside start.py.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    exec "$python" -P "$root/components/launch.py" "$@"
+    exec "$python" -P "$root/components/start.py" "$@"
 fi

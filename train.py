@@ -19,36 +19,37 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.checkpoint import Checkpointer
 from components.config import ConfigError, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import build_loader, validation_batches
-from components.distributed import StopSignal, init_distributed, run_to_exit, set_timeout
 from components.dry_run import Meter, fake_tensors, init_fake_group, report, stages_that_agree
-from components.dynamics import Dynamics
-from components.exit_codes import ExitCode
-from components.init import initialize_weights
+from components.launch.ending import run_to_exit
+from components.launch.exit_codes import ExitCode
+from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
+from components.metrics.dynamics import Dynamics
+from components.metrics.profiling import profiling
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
-from components.profiling import profiling
-from components.weights import export, load_weights
+from components.state.checkpoint import Checkpointer
+from components.state.init import initialize_weights
+from components.state.weights import export, load_weights
 from models import MODELS, meta_model
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
+from parallelize.groups import init_distributed, set_timeout
 from parallelize.mesh import (
     Degrees,
     Mesh,
     batch_rank,
-    describe_memory,
     draw_layout,
     resolve_degrees,
     sum_over_token_ranks,
 )
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
+from parallelize.sharding import align_gradients, describe_memory
 from parallelize.stages import describe_stages
-from parallelize.tensor import align_gradients
 
 Batch = dict[str, Tensor]
 

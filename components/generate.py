@@ -19,16 +19,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.checkpoint import find_checkpoint, load_tensors, read_json
 from components.config import ConfigError, JobConfig, Model, Parallelism, Training
-from components.distributed import init_distributed, run_to_exit
-from components.exit_codes import ExitCode
-from components.tokenizer import Tokenizer, load_tokenizer
-from components.weights import check_weights, load_weights
+from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.files import read_json
+from components.launch.ending import run_to_exit
+from components.launch.exit_codes import ExitCode
+from components.state.checkpoint import load_tensors
+from components.state.folder import find_checkpoint
+from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
 from models.layers import AttentionCore
 from parallelize import parallelize_model
+from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
 from parallelize.rules import check_model
 

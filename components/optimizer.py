@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from components.config import LRScheduler, Optimizer
+from parallelize.sharding import local_part
 
 
 def build_optimizer(stages: list[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
@@ -57,15 +57,6 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGrou
             groups, gradient = local_part(parameter.grad)
             parts[groups].append(gradient)
     return parts
-
-
-def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
-    """The groups over whose ranks a tensor is split, and what this rank has of it."""
-    if not isinstance(tensor, DTensor):
-        return (), tensor
-    mesh = tensor.device_mesh
-    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
@@ -146,34 +145,6 @@ def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
         label = [f"{name} {place}" for name, place in zip(outer, places, strict=True)]
         lines.append("  " + " ".join([*label, *drawn, *(["..."] if groups > shown else [])]))
     return "\n".join(lines + ["  ..."] * (len(rows) > 2 * shown))
-
-
-def describe_memory(parameters: Sequence[Tensor], micro_batches: int) -> str:
-    """The bytes that this rank keeps, as a line of text; micro_batches: those that it adds up before it reduces."""
-    from torch.distributed.tensor import DTensor
-
-    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    # Micro-batches add up unsharded, so that gradients are reduced once.
-    gradients = weights if micro_batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
-    kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
-    return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
-
-
-def _unsharded(parameter: Tensor) -> int:
-    """Elements of a parameter that FSDP has gathered: still split by tensor parallel."""
-    from torch.distributed.tensor import DTensor
-
-    count = parameter.numel()
-    if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-        dimension = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
-        if not parameter.placements[dimension].is_replicate():
-            count //= parameter.device_mesh.size(dimension)
-    return count
-
-
-def _size(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
 
 
 def batch_rank(mesh: Mesh) -> int:

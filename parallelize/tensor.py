@@ -56,14 +56,6 @@ def _is_left_out(model: nn.Module, pattern: str) -> bool:
     return part is None or (isinstance(part, nn.ModuleDict) and not len(part))
 
 
-def align_gradients(parameters: list[nn.Parameter]) -> None:
-    """Give each gradient its parameter's placement: those of norms are partial sums until here."""
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
 class Replicated(ParallelStyle):
     """A module that every rank computes on the whole of its input: a norm without sequence parallel."""
 

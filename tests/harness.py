@@ -43,12 +43,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train
-from components.checkpoint import Checkpointer
 from components.config import ROOT, load_config
-from components.distributed import gather, init_distributed, leave
+from components.launch.ending import leave
+from components.state.checkpoint import Checkpointer
 from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
 from parallelize import parallelize_model
+from parallelize.groups import gather, init_distributed
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 VOCABULARY = 1024

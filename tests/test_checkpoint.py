@@ -35,11 +35,11 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import filesystem
 
 import train
-from components import checkpoint
-from components.checkpoint import Checkpointer
 from components.config import Checkpoint, ConfigError, load_config
-from components.distributed import leave
+from components.launch.ending import leave
 from components.optimizer import build_optimizer
+from components.state import checkpoint
+from components.state.checkpoint import Checkpointer
 from parallelize.mesh import Mesh, resolve_degrees
 from tests.harness import RECIPE, SMALL, _whole
 
@@ -223,7 +223,7 @@ def names(folder: Path) -> set[str]:
 
 def resign(folder: Path) -> None:
     """Make the manifest fit what is in the folder: whoever can write a checkpoint can do that."""
-    files = {path.name: checkpoint._digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
+    files = {path.name: checkpoint.digest(path) for path in folder.iterdir() if path.name != "manifest.json"}
     (folder / "manifest.json").write_text(json.dumps(files))
 
 

@@ -16,8 +16,9 @@ import jsonschema
 import pytest
 import yaml
 
-from components import launch
+from components import start
 from components.config import ROOT
+from components.launch.settings import Settings
 from tests.test_train import TINY_RUN, numbers
 
 FOLDER = ROOT / "docs/launch"
@@ -234,9 +235,9 @@ def test_the_launcher_takes_what_a_manifest_gives_it(name: str, port: int, tmp_p
     words = (tmp_path / "words").read_text().split("\0")[:-1]
     environment = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0")[:-1])
     assert words == container["args"]
-    config, settings = launch.check([*words, "--job.dump_folder", str(tmp_path)], environment)
+    config, settings = start.check([*words, "--job.dump_folder", str(tmp_path)], environment)
     assert config.checkpoint.enable, "a restart continues"
-    assert settings == launch.Settings(
+    assert settings == Settings(
         ranks=8,
         nodes=2,
         node_rank=1,

@@ -414,7 +414,7 @@ def launch(words: list[str], folder: Path, **variables: str) -> tuple[subprocess
     environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES", "LOG_RANK")}
     code = (
         "import sys\n"
-        "from components.launch import main\n"
+        "from components.start import main\n"
         "code = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules, 'imported torch to refuse a job'\n"
         "sys.exit(code)\n"

@@ -14,7 +14,7 @@ import yaml
 
 from components.config import ROOT, load_config
 from components.data import build_datasets
-from components.init import initialize_weights
+from components.state.init import initialize_weights
 from models import MODELS
 from parallelize.mesh import Degrees
 from tests.convergence import faults, golden

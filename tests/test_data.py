@@ -26,7 +26,7 @@ from components.data.cache import _cut
 from components.data.loader import IGNORED, build_loader, validation_batches
 from components.data.order import sequence_at
 from components.data.sources import BadRecord, find_files, read_documents
-from components.tokenizer import load_tokenizer
+from components.data.tokenizer import load_tokenizer
 from tests.test_tokenizer import save_json_tokenizer
 
 TOKENIZER = str(ROOT / "assets" / "tokenizer")

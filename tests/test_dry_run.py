@@ -16,7 +16,7 @@ import pytest
 import train
 from components.config import ROOT, load_config
 from components.dry_run import Meter
-from components.launch import check, read_settings
+from components.start import check, read_settings
 from tests.harness import RECIPE, SMALL, observe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -109,7 +109,7 @@ def ranks_to_show(recipe: Path) -> list[int]:
 
 
 def dry_run(recipe: Path, rank: int) -> tuple[int, str, float]:
-    """As components/launch.py does it in another process: exit code, what is printed, and seconds of its own."""
+    """As components/start.py does it in another process: exit code, what is printed, and seconds of its own."""
     began, argv = time.process_time(), ["--job.config_file", str(recipe), "--comm.mode", "fake_backend"]
     os.environ |= {**launch_line(recipe), "CUDA_VISIBLE_DEVICES": ""}
     _, settings = check(argv, os.environ)

@@ -258,10 +258,15 @@ class Fault:
 SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.layers:AttentionCore.forward"
 FAULTS = {
     "tp not summed": Fault(
-        f"components.dynamics:{SHARDS}", "in self.groups:", "in self.groups[:-1]:", "qwen3", (TP, "2"), "weight_norm"
+        f"components.metrics.dynamics:{SHARDS}",
+        "in self.groups:",
+        "in self.groups[:-1]:",
+        "qwen3",
+        (TP, "2"),
+        "weight_norm",
     ),
     "replicas counted twice": Fault(
-        "components.optimizer:local_part",
+        "parallelize.sharding:local_part",
         "if not placement.is_replicate()",
         "",
         "qwen3",
@@ -269,7 +274,7 @@ FAULTS = {
         "gradient_norm",
     ),
     "a stage forgotten": Fault(
-        f"components.dynamics:{UPDATED}",
+        f"components.metrics.dynamics:{UPDATED}",
         'if self.mesh["pp"].size() > 1',
         "if False",
         "six layers",
@@ -277,7 +282,12 @@ FAULTS = {
         "weight_norm",
     ),
     "logits of one rank's sequences": Fault(
-        f"components.dynamics:{UPDATED}", '"fsdp", ', "", "qwen3", (SHARD, "2", LOCAL, "6"), "attention_logit_max"
+        f"components.metrics.dynamics:{UPDATED}",
+        '"fsdp", ',
+        "",
+        "qwen3",
+        (SHARD, "2", LOCAL, "6"),
+        "attention_logit_max",
     ),
     "a stage that learns its shapes from whatever is in memory": Fault(
         "parallelize.pipeline:Pipeline.__init__",

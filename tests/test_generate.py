@@ -20,14 +20,14 @@ from torch import Tensor, nn
 
 import train
 from components import generate as generation
-from components.checkpoint import Checkpointer, write_json
 from components.config import ROOT, Checkpoint, ConfigError, JobConfig, Model, to_dict
-from components.distributed import gather, init_distributed
+from components.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
 from components.generate import build, check_ranks, continue_text, decode_stream, generate, open_source, sample
-from components.init import initialize_weights
-from components.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from components.weights import export
+from components.state.checkpoint import Checkpointer, write_json
+from components.state.init import initialize_weights
+from components.state.weights import export
 from models import MODELS, meta_model
+from parallelize.groups import gather, init_distributed
 from tests.harness import observe
 
 transformers = pytest.importorskip("transformers")

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from components.init import _key, _normal, initialize_weights
+from components.state.init import _key, _normal, initialize_weights
 
 
 def fill(module: nn.Module, seed: int = 0) -> nn.Module:

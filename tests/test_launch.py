@@ -15,16 +15,19 @@ from pathlib import Path
 
 import pytest
 
-from components import environment, launch
+from components import start
 from components.config import ROOT, ConfigError, JobConfig, load_config
-from components.exit_codes import ExitCode
-from components.ranks import _FAILURE_GRACE_SECONDS
+from components.launch import environment
+from components.launch import settings as settings_module
+from components.launch.exit_codes import ExitCode
+from components.launch.ranks import _FAILURE_GRACE_SECONDS
+from components.launch.settings import Settings, read_settings
 
 START = """
 import os, sys
-from components import launch
-config, settings = launch.check(sys.argv[2:], os.environ)
-sys.exit(launch.start(config, settings, [sys.executable, *sys.argv[1:]]))
+from components import start
+config, settings = start.check(sys.argv[2:], os.environ)
+sys.exit(start.start(config, settings, [sys.executable, *sys.argv[1:]]))
 """
 
 SAVES = """
@@ -310,22 +313,24 @@ def test_nobody_reading_the_console_does_not_stop_a_run(begin: Start) -> None:
 # What is checked before
 
 
-def settings(config: JobConfig | None = None, **environment: str) -> launch.Settings:
-    return launch.read_settings(config or JobConfig(), environment)
+def settings(config: JobConfig | None = None, **environment: str) -> Settings:
+    return read_settings(config or JobConfig(), environment)
 
 
 def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "gpus", lambda: 0)
+    for module in (settings_module, start):
+        monkeypatch.setattr(module, "gpus", lambda: 0)
     assert settings().ranks == 2
     assert settings(load_config(["--parallelism.data_parallel_replicate_degree", "4"])).ranks == 4
     assert settings(NGPU="3").ranks == 3
     four = load_config(["--parallelism.data_parallel_shard_degree", "4"])
     assert settings(four, NNODES="2", RDZV_ENDPOINT="a:1").ranks == 2
-    monkeypatch.setattr(launch, "gpus", lambda: 8)
+    for module in (settings_module, start):
+        monkeypatch.setattr(module, "gpus", lambda: 8)
     assert settings().ranks == 8
     assert settings(NGPU="1").ranks == 1
     with pytest.raises(ConfigError, match='NGPU = "16": this node has 8 GPUs'):
-        launch.check([], {"NGPU": "16"})
+        start.check([], {"NGPU": "16"})
 
 
 def test_wrong_variables_are_all_named() -> None:
@@ -338,7 +343,7 @@ def test_wrong_variables_are_all_named() -> None:
         "SHUTDOWN_TIMEOUT_SECONDS": "soon",
     }
     with pytest.raises(ConfigError) as caught:
-        launch.read_settings(JobConfig(), wrong)
+        read_settings(JobConfig(), wrong)
     for name, value in wrong.items():
         assert [line for line in caught.value.messages if line.startswith(f'environment: {name} = "{value}": ')]
     with pytest.raises(ConfigError, match=r'LOG_RANK = "2": expected all, or ranks from 0 to 1'):
@@ -358,16 +363,16 @@ def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_dump_folder_must_be_one_that_can_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="file is not a folder"):
-        launch.check(["--job.dump_folder", str(tmp_path / "file/outputs")], {"NGPU": "1"})
-    launch.check(["--job.dump_folder", str(tmp_path / "a/b")], {"NGPU": "1"})
+        start.check(["--job.dump_folder", str(tmp_path / "file/outputs")], {"NGPU": "1"})
+    start.check(["--job.dump_folder", str(tmp_path / "a/b")], {"NGPU": "1"})
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "checking makes nothing"
 
 
 def test_without_a_job_file_the_debug_recipe_is_run() -> None:
-    recipe = ["--job.config_file", str(launch.DEFAULT_RECIPE)]
-    assert launch.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
+    recipe = ["--job.config_file", str(start.DEFAULT_RECIPE)]
+    assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
     for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
-        assert launch.with_recipe(words) == words
+        assert start.with_recipe(words) == words
 
 
 # Two nodes on one machine
@@ -419,11 +424,11 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
 def copy(tmp_path: Path) -> Path:
     """A copy of what run_train.sh needs, with a launcher that only tells how it was called."""
     repository = tmp_path / "my repository"
-    (repository / "components").mkdir(parents=True)
+    (repository / "components/launch").mkdir(parents=True)
     (repository / "tests").mkdir()
-    for name in ("run_train.sh", "pyproject.toml", "components/environment.py"):
+    for name in ("run_train.sh", "pyproject.toml", "components/launch/environment.py"):
         shutil.copy(ROOT / name, repository / name)
-    (repository / "components/launch.py").write_text(
+    (repository / "components/start.py").write_text(
         "import os, sys\nprint(sys.executable, os.environ['PYTHONPATH'], os.getcwd(), sys.argv[1:], sep='\\n')\n"
     )
     return repository
@@ -505,7 +510,7 @@ def test_run_train_makes_an_environment_once_and_takes_no_half_made_one(
     killed = run(copy / "run_train.sh", cwd=tmp_path, PIP_DIES="1", **making)
     assert killed.returncode != 0
     # Whatever was written, metadata of the packages included, is not trusted.
-    check = [str(copy / ".venv/bin/python"), str(copy / "components/environment.py"), "--check"]
+    check = [str(copy / ".venv/bin/python"), str(copy / "components/launch/environment.py"), "--check"]
     subprocess.run([check[0], "-m", "pip", "install", *environment.requirements([])], env=making, check=True)
     assert subprocess.run(check, capture_output=True, text=True).stdout == "an installation that was cut short\n"
     leftover = copy / ".venv/half-written"
@@ -546,7 +551,9 @@ def test_two_first_runs_at_once_install_once(copy: Path, making: dict[str, str],
 
 def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, ROOT / "components/environment.py", "--check", "--group", "test"]).returncode
+    code = subprocess.run(
+        [sys.executable, ROOT / "components/launch/environment.py", "--check", "--group", "test"]
+    ).returncode
     assert code == 0
     assert time.perf_counter() - start < 0.5  # 0.09 s on an idle machine
     installed = {"torch": "2.10.1", "tyro": "1.0.17", "numpy": "1.26"}

@@ -165,7 +165,7 @@ FAULTS = {
         "consumed_sequences=run.sequences + run.mesh['tp'].get_local_rank()",
     ),
     "tp ranks start from other norms": (
-        "components.init",
+        "components.state.init",
         "initialize_weights",
         "parameter.fill_(1.0)",
         "parameter.fill_(1.0 + 0.5 * torch.distributed.get_rank())",

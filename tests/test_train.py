@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from components.config import ROOT, ConfigError
-from components.distributed import from_rank_0, gather
+from parallelize.groups import from_rank_0, gather
 from tests.harness import RECIPE, broken_bars, observe, rewrite
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from components.init import initialize_weights
+from components.state.init import initialize_weights
 from models import MODELS, qwen3
 from models.layers import RopeScaling
 from models.llama import FLAVORS, Llama, LlamaConfig

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
-from components import weights
 from components.config import ConfigError, load_config
-from components.distributed import gather, own_slice
+from components.start import check_initial_weights
+from components.state import weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
-from parallelize.rules import check_initial_weights
+from parallelize.groups import gather
+from parallelize.sharding import own_slice
 from tests.harness import RECIPE, SMALL, Observation, broken_bars, observe, rewrite
 
 transformers = pytest.importorskip("transformers")
@@ -276,7 +277,14 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
         *("--checkpoint.enable", "true", "--checkpoint.last_save_in_hf", "true", "--model.flavor", "debug"),
     )
     subprocess.run([sys.executable, "train.py", *words], check=True, capture_output=True)
-    command = [sys.executable, "-m", "components.weights", "export", str(tmp_path / "run"), str(tmp_path / "again")]
+    command = [
+        sys.executable,
+        "-m",
+        "components.state",
+        "export",
+        str(tmp_path / "run"),
+        str(tmp_path / "again"),
+    ]
     subprocess.run(command, check=True, capture_output=True)
     first, again = tmp_path / "run" / "hugging_face", tmp_path / "again"
     for path in first.iterdir():
@@ -301,7 +309,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
 
 def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
     """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
-    plant = partial(rewrite, "components.weights", "load_weights", "slice(first, first + size)", "slice(0, size)")
+    plant = partial(rewrite, "components.state.weights", "load_weights", "slice(first, first + size)", "slice(0, size)")
     observed = observe(
         *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
     ).first_weights

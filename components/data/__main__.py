@@ -8,7 +8,7 @@ from components.config import ConfigError, JobConfig, load_config
 from components.data.cache import data_spec, prepare
 from components.data.hub import fetch
 from components.data.stream import check_stream, is_stream
-from components.exit_codes import ExitCode
+from components.launch.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:

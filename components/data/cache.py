@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
-from components.tokenizer import fingerprint, load_tokenizer
+from components.data.tokenizer import fingerprint, load_tokenizer
 
 _CHUNK = 1 << 16  # characters a worker gets at a time; also bounds what the tokenizer has to merge at once
 _FORMAT = "2"  # part of the key: another way to cut or store is another cache

@@ -31,7 +31,7 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
 
 
 def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
-    from components.distributed import from_rank_0
+    from parallelize.groups import from_rank_0
 
     # A dataset of the hub may change from one moment to the next: all ranks read the commit that one of them was told.
     spec = from_rank_0(lambda: stream_spec(config))

@@ -26,7 +26,7 @@ from components.config import ROOT, ConfigError, JobConfig, Training, mistake
 from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, REGISTERED, BadRecord, walk
-from components.tokenizer import load_tokenizer
+from components.data.tokenizer import load_tokenizer
 
 AHEAD_TOKENS = 1 << 24
 """The writer waits when it is so many tokens ahead of what was asked for."""

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from components.exit_codes import ExitCode
+from components.launch.exit_codes import ExitCode
 from components.metrics.report import run_report
 
 

@@ -4,7 +4,6 @@ import difflib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
@@ -246,20 +245,6 @@ def check_model(config: JobConfig) -> None:
 def _not_among(given: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(given, known, 1, 0.5)
     return f"not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
-
-
-def check_initial_weights(config: JobConfig) -> None:
-    """Raises ConfigError where checkpoint.initial_load_in_hf asks for weights that do not fit, with every misfit."""
-    if config.checkpoint.initial_load_in_hf and config.checkpoint.initial_load_path:
-        from components.weights import check_weights
-        from models import meta_model
-
-        model = meta_model(config.model.name, config.model.flavor)
-        try:
-            check_weights(model, Path(config.checkpoint.initial_load_path))
-        except ConfigError as error:
-            found = [f"checkpoint.initial_load_path: {message}" for message in error.messages]
-            raise ConfigError(found) from error
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:

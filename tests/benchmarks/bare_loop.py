@@ -12,8 +12,9 @@ import torch
 
 import train
 from components.config import load_config
-from components.distributed import init_distributed, leave
+from components.launch.ending import leave
 from models import MODELS
+from parallelize.groups import init_distributed
 from tests.harness import RECIPE
 
 STEPS, PAIRS = 5, 12

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from components.checkpoint import Checkpointer
 from components.config import Checkpoint
+from components.state.checkpoint import Checkpointer
 
 
 def measure(mode: Literal["disabled", "async"], gigabytes: float, saves: int = 3) -> None:

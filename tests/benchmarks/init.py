@@ -5,7 +5,7 @@ import time
 import torch
 from torch import nn
 
-from components.init import initialize_weights
+from components.state.init import initialize_weights
 
 
 def main() -> None:

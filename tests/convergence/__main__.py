@@ -24,8 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
-from components.exit_codes import ExitCode
-from components.launch import gpus
+from components.launch.exit_codes import ExitCode
+from components.start import gpus
 from tests.convergence import golden
 from tests.convergence.report import Comparison, as_text, write
 from tests.convergence.sides import Curve, Side, check, parse, run

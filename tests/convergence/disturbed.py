@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import train
-from components import launch
-from components.distributed import run_to_exit
+from components import start
+from components.launch.ending import run_to_exit
 
 
 def move_by_one_ulp(stage: nn.Module, seed: int) -> None:
@@ -71,5 +71,5 @@ if __name__ == "__main__":
     if "RANK" in os.environ:
         run_to_exit(main, sys.argv[1:])
     else:
-        vars(launch)["TRAIN"] = Path(__file__)
-        sys.exit(launch.main(sys.argv[1:]))
+        vars(start)["TRAIN"] = Path(__file__)
+        sys.exit(start.main(sys.argv[1:]))

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ROOT, ConfigError, JobConfig, load_config
-from components.launch import gpus
 from components.metrics.report import read_rows
+from components.start import gpus
 from parallelize.mesh import Degrees, draw_layout, minimum_ranks, resolve_degrees
 from parallelize.rules import check_layout
 

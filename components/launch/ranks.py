@@ -12,16 +12,13 @@ import contextlib
 import logging
 import math
 import os
-import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -33,18 +30,17 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from components.exit_codes import ExitCode
+from components.launch.exit_codes import ExitCode
+from components.launch.process import RankProcess, last_lines, say
+from components.launch.signals import STOP_SIGNALS
 
 if TYPE_CHECKING:
-    from components.launch import Settings
+    from components.launch.settings import Settings
 
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _FAILURE_GRACE_SECONDS = 3.0
 """What ranks get to report and end in, once one of them failed: peers of a dead rank may wait for it forever."""
 _SAME_CTRL_C_SECONDS = 1.0
 """A terminal, and whatever runs us, may each send SIGINT for one Ctrl-C."""
-_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
@@ -56,7 +52,7 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent tells of each step; what failed is said below
     ranks = Ranks(command, settings, logs)
-    for number in (*_STOPS, signal.SIGQUIT):
+    for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, ranks.on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, ranks.on_signal)
@@ -165,7 +161,7 @@ class Ranks:
         """What kept the agent from working."""
         self._settings = settings
         self._logs = logs
-        self._ranks: list[_Rank] = []
+        self._ranks: list[RankProcess] = []
         self._started = False
         self._stop: signal.Signals | None = None
         """The signal that the ranks were sent."""
@@ -186,7 +182,9 @@ class Ranks:
         self._ranks = []
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
-            self._ranks.append(_Rank(number, self.command, rank_environment, self._log(number), self._prefix(number)))
+            self._ranks.append(
+                RankProcess(number, self.command, rank_environment, self._log(number), self._prefix(number))
+            )
         if self._stop:  # it came while they were started
             self._signal(self._stop)
         return {rank.number: rank.process.pid for rank in self._ranks}
@@ -204,7 +202,7 @@ class Ranks:
                 rank.kill()
         return bool(alive)
 
-    def failed(self) -> list[_Rank]:
+    def failed(self) -> list[RankProcess]:
         return [rank for rank in self._ranks if rank.code and not self._orderly(rank)]
 
     def worth_restarting(self) -> bool:
@@ -233,18 +231,18 @@ class Ranks:
             self._stop_time = now
             self._signal(self._stop)
             hint = "; Ctrl-C again stops at once" if got is signal.SIGINT else ""
-            _say(f"{got.name}: the ranks save and stop{hint}")
+            say(f"{got.name}: the ranks save and stop{hint}")
 
     def report(self) -> int:
         """Say what went wrong, if anything, and return the exit code."""
         for rank in self._ranks:
             rank.finish_output()
         if self._at_once:
-            _say(f"{self._at_once.name}: stopped at once, without saving")
+            say(f"{self._at_once.name}: stopped at once, without saving")
         elif self.error:
             reason = self.error.__cause__ or self.error
             place = f" at RDZV_ENDPOINT={self._settings.endpoint}" if self._settings.endpoint else ""
-            _say(f"the ranks of {self._settings.nodes} nodes could not meet{place}: {reason}")
+            say(f"the ranks of {self._settings.nodes} nodes could not meet{place}: {reason}")
         elif self.failed():
             self.report_failure()
         return self._code()
@@ -262,11 +260,11 @@ class Ranks:
         else:
             how = f"ended with exit code {cause.code}"
         if not cause.shown:
-            for line in _last_lines(cause.log, 12):
-                _say(f"  {line}")
-        _say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
+            for line in last_lines(cause.log, 12):
+                say(f"  {line}")
+        say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
-            _say(f"{_name(others)} did not end after that: killed")
+            say(f"{_name(others)} did not end after that: killed")
 
     def _code(self) -> int:
         if self._at_once:
@@ -279,14 +277,14 @@ class Ranks:
         stopped = [rank.code for rank in self._ranks if rank.code]
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
-    def _cause(self) -> _Rank:
+    def _cause(self) -> RankProcess:
         """The first rank to fail. Those whose exit may only echo the loss of a peer come after the others."""
         echoes = (ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE)
         return min(self.failed(), key=lambda rank: (rank.killed, rank.code in echoes, rank.end_time))
 
-    def _orderly(self, rank: _Rank) -> bool:
+    def _orderly(self, rank: RankProcess) -> bool:
         """Stopped by a signal after saving, or by the signal itself before there was anything to save."""
-        by_signal = [128 + number for number in _STOPS]
+        by_signal = [128 + number for number in STOP_SIGNALS]
         return rank.code in by_signal or (self._stop is not None and rank.code == -self._stop)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -306,99 +304,5 @@ class Ranks:
         return b"" if shown is not None and len(shown) == 1 else f"[rank {number}] ".encode()
 
 
-class _Rank:
-    """One process, in a session of its own so that a terminal's Ctrl-C reaches it only through us."""
-
-    def __init__(
-        self, number: int, command: list[str], environment: dict[str, str], log: Path, prefix: bytes | None
-    ) -> None:
-        self.number = number
-        self.log = log
-        self.shown = prefix is not None
-        self.code: int | None = None
-        """None while it runs; -N if signal N killed it."""
-        self.end_time = math.inf
-        self.killed = False
-        """By us."""
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-        file = log.open("ab", buffering=0)
-        self._outputs = [
-            threading.Thread(target=_copy, args=(stream, file, console, prefix), daemon=True)
-            for stream, console in ((self.process.stdout, 1), (self.process.stderr, 2))
-        ]
-        for thread in (*self._outputs, threading.Thread(target=self._wait, daemon=True)):
-            thread.start()
-
-    def _wait(self) -> None:
-        """A thread for each rank, so that the first one to end is known."""
-        code = self.process.wait()
-        self.end_time = time.monotonic()
-        self.code = code
-
-    def kill(self) -> None:
-        """With its children, also when it has already ended."""
-        self.killed = self.killed or self.code is None
-        with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
-    def finish_output(self) -> None:
-        """Wait for its last words, but not for children that keep its pipe open."""
-        for thread in self._outputs:
-            thread.join(timeout=1)
-
-
-def _copy(stream: IO[bytes], file: IO[bytes], console: int, prefix: bytes | None) -> None:
-    """To the console as it comes, unless prefix is None, and to the file in whole lines: two streams end there.
-
-    Never stops reading, whatever becomes of them: a rank waits for its reader.
-    """
-    rest = b""
-    while chunk := os.read(stream.fileno(), 1 << 16):
-        *lines, rest = _LINE_END.split(rest + chunk)
-        _keep(file, b"".join(lines))
-        if prefix:
-            chunk = b"".join(prefix + line for line in lines)
-        if prefix is not None and not _show(console, chunk):
-            prefix = None
-    if rest:
-        _keep(file, rest + b"\n")
-    if rest and prefix:
-        _show(console, prefix + rest + b"\n")
-
-
-def _keep(file: IO[bytes], lines: bytes) -> None:
-    with contextlib.suppress(OSError):  # disk full
-        file.write(_ESCAPES.sub(b"", lines))
-
-
-def _show(console: int, chunk: bytes) -> bool:
-    """False once nobody reads the console: `run_train.sh | head` must not stop a run."""
-    while chunk:
-        try:
-            chunk = chunk[os.write(console, chunk) :]
-        except BlockingIOError:
-            time.sleep(0.01)
-        except OSError:
-            return False
-    return True
-
-
 def _name(numbers: list[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
-
-
-def _say(line: str) -> None:
-    _show(2, f"{line}\n".encode())
-
-
-def _last_lines(path: Path, count: int) -> Iterable[str]:
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
-    return []

@@ -1,4 +1,4 @@
-"""From the command line to ranks: every check that can be made before them; components/ranks.py then runs them.
+"""From the command line to ranks: every check that can be made before them; components/launch/ranks.py then runs them.
 
 On a machine without GPUs only the last of the checks imports torch, so that a mistake is reported in a moment.
 """
@@ -6,7 +6,6 @@ On a machine without GPUs only the last of the checks imports torch, so that a m
 import dataclasses
 import datetime
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -15,9 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
-from components.exit_codes import ExitCode
-from parallelize.mesh import minimum_ranks, resolve_degrees
-from parallelize.rules import check_device, check_initial_weights, check_layout, warnings
+from components.launch.exit_codes import ExitCode
+from components.launch.settings import Settings, gpus, read_settings, wrong
+from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_device, check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 TRAIN = ROOT / "train.py"
@@ -49,36 +49,8 @@ exit codes
 """
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How ranks are started."""
-
-    ranks: int
-    """Ranks on this node."""
-    nodes: int = 1
-    node_rank: int | None = None
-    """None: nodes are numbered in the order of their names."""
-    endpoint: str = ""
-    """host:port where nodes meet; empty for one node, which takes a free port."""
-    shown: frozenset[int] | None = frozenset([0])
-    """Ranks on the console; None is all."""
-    restarts: int = 0
-    shutdown_seconds: int = 300
-    """From a signal to SIGKILL."""
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks * self.nodes
-
-    @property
-    def threads(self) -> int:
-        """Of one rank: this node's cores are shared out."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.ranks)
-
-
 def main(argv: list[str]) -> int:
-    """Check, prepare what the ranks share, then run train.py on each; returns one of components/exit_codes.py."""
+    """Check, prepare what the ranks share, then run train.py on each; returns an ExitCode."""
     if {"-h", "--help"} & set(argv):
         print_help()
         return ExitCode.DONE
@@ -117,7 +89,7 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
     fake = config.comm.mode == "fake_backend"
     if 0 < gpus() < settings.ranks and not fake:
         hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
-        raise ConfigError(_wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
+        raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     if not fake:
         _check_dump_folder(config)
         check_device(config, (9, 0) if gpus() else None)  # which one exactly, the ranks find out
@@ -125,6 +97,19 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
     if not fake:
         check_initial_weights(config)
     return config, settings
+
+
+def check_initial_weights(config: JobConfig) -> None:
+    """Raises ConfigError where checkpoint.initial_load_in_hf asks for weights that do not fit, with every misfit."""
+    if not (config.checkpoint.initial_load_in_hf and config.checkpoint.initial_load_path):
+        return
+    from components.state.weights import check_weights
+    from models import meta_model
+
+    try:
+        check_weights(meta_model(config.model.name, config.model.flavor), Path(config.checkpoint.initial_load_path))
+    except ConfigError as error:
+        raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
 
 
 def rehearse(settings: Settings, command: list[str]) -> int:
@@ -144,77 +129,9 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
-    from components.ranks import run_ranks
+    from components.launch.ranks import run_ranks
 
     return run_ranks(command, settings, logs)
-
-
-def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:
-    """Raises ConfigError with every variable that is wrong."""
-    mistakes: list[str] = []
-
-    def integer(name: str, default: int, least: int, most: float = float("inf")) -> int:
-        text = environment.get(name, "") or str(default)
-        if re.fullmatch(r"\d{1,9}", text.strip()) and least <= int(text) <= most:
-            return int(text)
-        allowed = f"an integer of {least} or more" if most == float("inf") else f"an integer from {least} to {most}"
-        mistakes.append(_wrong(environment, name, f"expected {allowed}"))
-        return default
-
-    nodes = integer("NNODES", 1, 1)
-    ranks = integer("NGPU", 1, 1) if environment.get("NGPU") else _default_ranks(config, nodes)
-    node_rank = integer("NODE_RANK", 0, 0, nodes - 1) if environment.get("NODE_RANK") else None
-    endpoint = environment.get("RDZV_ENDPOINT", "")
-    if nodes > 1 and not endpoint:
-        mistakes.append(_wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
-    if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
-        mistakes.append(_wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
-    restarts = integer("MAX_RESTARTS", 0, 0)
-    if restarts and nodes > 1:
-        # Nodes count restarts each for itself, and those that count differently would wait for each other.
-        reason = "with several nodes expected 0; let the cluster start them again: they continue from a checkpoint"
-        mistakes.append(_wrong(environment, "MAX_RESTARTS", reason))
-    shown, text = None, environment.get("LOG_RANK", "") or "0"
-    if text != "all":
-        try:
-            shown = frozenset(int(word) for word in text.split(","))
-        except ValueError:
-            shown = frozenset([-1])
-        if not mistakes and not all(0 <= rank < ranks * nodes for rank in shown):
-            reason = f'expected all, or ranks from 0 to {ranks * nodes - 1} as "0,1"'
-            mistakes.append(_wrong(environment, "LOG_RANK", reason))
-    settings = Settings(
-        ranks=ranks,
-        nodes=nodes,
-        node_rank=node_rank,
-        endpoint=endpoint,
-        shown=shown,
-        restarts=restarts,
-        shutdown_seconds=integer("SHUTDOWN_TIMEOUT_SECONDS", 300, 0),
-    )
-    if mistakes:
-        raise ConfigError(mistakes)
-    return settings
-
-
-def _wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
-    return f'environment: {name} = "{environment.get(name, "")}": {reason}'
-
-
-def _default_ranks(config: JobConfig, nodes: int) -> int:
-    """All GPUs of this node; on the CPU what the layout needs, and 2 where it needs no number of ranks."""
-    needed = minimum_ranks(config)
-    return gpus() or (max(1, needed // nodes) if needed > 1 else 2)
-
-
-def gpus() -> int:
-    """CUDA devices of this node that torch can use. torch is imported only where there may be any."""
-    drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-    if not any(os.path.exists(path) for path in drivers) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") == "":
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _check_dump_folder(config: JobConfig) -> None:

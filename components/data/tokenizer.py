@@ -1,6 +1,6 @@
 """Tokenizers from local files: tiktoken rank files (Llama 3's tokenizer.model) and Hugging Face's tokenizer.json.
 
-python -m components.tokenizer train --input assets/kjv --vocab-size 4096 --output assets/tokenizer/tokenizer.model
+python -m components.data.tokenizer train --input assets/kjv --vocab-size 4096 --output assets/tokenizer/tokenizer.model
 """
 
 import argparse
@@ -241,7 +241,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m components.tokenizer")
+    parser = argparse.ArgumentParser(prog="python -m components.data.tokenizer")
     command = parser.add_subparsers(required=True).add_parser("train", help="train a byte-level BPE on text files")
     command.add_argument("--input", type=Path, required=True, help="a text file, or a folder of .txt files")
     command.add_argument("--vocab-size", type=int, required=True, help="entries, with the 256 special tokens")

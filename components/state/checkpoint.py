@@ -11,12 +11,7 @@ its process, and cannot publish anything after a restart. Loading runs no pickle
 by an unpickler that knows only the classes of a checkpoint's table of contents.
 """
 
-import hashlib
-import io
-import json
-import os
 import pickle
-import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,12 +29,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
-from components.distributed import gather
+from components.files import digest, read_json, sync, write_json
+from components.state.folder import Reader, fault, incomplete, steps_in
+from parallelize.groups import gather
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
 _TIMEOUT = timedelta(hours=1)  # for ranks that wait while others write, or while the first one makes files durable
-_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
 class Checkpointer:
@@ -104,13 +100,13 @@ class Checkpointer:
         steps = self._together(self._tidy, first_only=True)[0]
         if step != -1:
             folder = self.folder / f"step-{step}"
-            if reason := fault(folder) or _incomplete(folder):
+            if reason := fault(folder) or incomplete(folder):
                 there = ", ".join(str(number) for number, _ in steps) or "none"
                 raise ConfigError(f"checkpoint.load_step = {step}: {folder}: {reason}. Steps there: {there}")
             return self.load_folder(folder)
         for _, folder in reversed(steps):
             corrupt = fault(folder)
-            reason = corrupt or _incomplete(folder)
+            reason = corrupt or incomplete(folder)
             if reason is None:
                 return self.load_folder(folder)
             _say(f"checkpoint {folder} passed over: {reason}")
@@ -128,7 +124,7 @@ class Checkpointer:
         steps = self._together(lambda: steps_in(path), first_only=True)[0]
         reasons = [] if steps else [f"{path}: no step-N folder in it"]
         for folder in [folder for _, folder in reversed(steps)] or [path]:
-            reason = fault(folder) or (None if model_only else _incomplete(folder))
+            reason = fault(folder) or (None if model_only else incomplete(folder))
             if reason is None:
                 state = self.load_folder(folder, model_only)
                 return None if model_only else state
@@ -181,23 +177,23 @@ class Checkpointer:
     def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, list]:
         """Write this rank's part; returns name, size and hash of its files."""
         dcp.save(tensors, storage_writer=_Writer(staging), process_group=self._group)
-        return {path.name: _digest(path) for path in staging.glob(f"__{dist.get_rank()}_*")}
+        return {path.name: digest(path) for path in staging.glob(f"__{dist.get_rank()}_*")}
 
     def _publish(self, staging: Path, target: Path, files: dict[str, list], state: dict[str, Any]) -> None:
         """Make the staged files durable, then give them their name in one rename."""
         write_json(staging / "state.json", state)
-        files |= {name: _digest(staging / name) for name in (".metadata", "state.json")}
+        files |= {name: digest(staging / name) for name in (".metadata", "state.json")}
         write_json(staging / "manifest.json", files)
         if reason := fault(staging, hashes=False):
             raise OSError(f"{reason}; do all ranks see the same folder?")
         # Once more, though torch has synced them: it flushes .metadata after its fsync.
         for path in (*staging.iterdir(), staging):
-            _sync(path)
+            sync(path)
         replaced = self.folder / f"{REPLACED}{target.name}"
         if target.exists():
             target.rename(replaced)
         staging.rename(target)
-        _sync(self.folder)
+        sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
         self._prune(target)
 
@@ -243,14 +239,6 @@ def together(action: Callable[[], Any], first_only: bool = False, group: dist.Pr
     return [value for value, _ in reports]
 
 
-def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """Folders called step-N, in the order of N."""
-    if not folder.is_dir():
-        return []
-    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
-
-
 def load_tensors(
     tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None, convert: bool = False
 ) -> None:
@@ -273,80 +261,9 @@ def load_tensors(
         raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
 
 
-def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
-    """A run's job file by tables, and its checkpoint of that step, or the newest that verifies. Called by all ranks.
-
-    Raises:
-        ConfigError: run is not a dump_folder, or has no such checkpoint.
-    """
-    try:
-        config = read_json(run / "run.json")["config"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{run}: not the dump_folder of a run: {error}") from error
-    folder = run / config["checkpoint"]["folder"]
-    there = dict(steps_in(folder))
-    chosen = [step] if step is not None else sorted(there, reverse=True)
-    checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
-    if checkpoint is None:
-        steps, asked = ", ".join(map(str, there)) or "none", "any step" if step is None else f"step {step}"
-        raise ConfigError(f"{folder}: no good checkpoint of {asked}. Steps there: {steps}")
-    return config, checkpoint
-
-
-def fault(folder: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, the same answer on every rank; ranks share the hashing of its files.
-
-    With hashes=False only this rank looks, at the sizes.
-    """
-    reason = None
-    try:
-        files = read_json(folder / "manifest.json")
-        if missing := {".metadata", "state.json"} - files.keys():
-            reason = f"manifest.json does not list {', '.join(sorted(missing))}"
-        for number, (name, (size, digest)) in enumerate(sorted(files.items())):
-            actual = (folder / name).stat().st_size
-            if actual != size:
-                reason = reason or f"{name} has {actual} bytes, not {size}"
-            elif hashes and number % dist.get_world_size() == dist.get_rank() and _digest(folder / name)[1] != digest:
-                reason = reason or f"{name} is corrupt"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = f"manifest or file unreadable: {error}"
-    if not hashes:
-        return reason
-    return next((found for found in gather(reason) if found), None)
-
-
-def _incomplete(folder: Path) -> str | None:
-    """Why a run cannot be continued from a checkpoint that verifies."""
-    return "it holds only weights" if read_json(folder / "state.json")["model_only"] else None
-
-
 def _quarantine(folder: Path) -> None:
     names = (f"corrupt-{folder.name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
     folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
-
-
-def _digest(path: Path) -> list:
-    """Size in bytes, and a hash, of a file."""
-    with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
-
-
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1))
-
-
-def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
-
-
-def _sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power loss."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _failures(failure: BaseException) -> dict[int, BaseException]:
@@ -392,31 +309,6 @@ def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata, co
     for name in sorted(saved.keys() - names):
         if name.partition(".")[0] in kinds:
             yield f"{name} is not in this model"
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads a .metadata file: only the classes below, which hold sizes, offsets and file names."""
-
-    _SIZES = ("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-    _ALLOWED: ClassVar = {
-        "torch": ("Size",),
-        "torch.serialization": ("_get_layout",),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-        "torch.distributed.checkpoint.metadata": ("Metadata", "MetadataIndex", *_SIZES),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in self._ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no checkpoint needs")
-
-
-class Reader(dcp.FileSystemReader):
-    """torch's reader, but for the pickle."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
 
 
 class _Writer(dcp.FileSystemWriter):

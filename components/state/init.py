@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from components.distributed import own_slice
+from parallelize.sharding import own_slice
 
 _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what stays in a core's cache; what fills a GPU

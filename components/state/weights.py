@@ -1,14 +1,12 @@
 """Weights in and out of Hugging Face's folders: safetensors, config.json and a tokenizer.
 
-    python -m components.weights export outputs/llama_debug FOLDER --dtype bfloat16
+    python -m components.state export outputs/llama_debug FOLDER --dtype bfloat16
 
 writes a run's newest checkpoint (or --step N) as such a folder; checkpoint.last_save_in_hf does it at the end of a run,
 and checkpoint.initial_load_in_hf starts a run from one. Names, and the fields of config.json, are the model's own.
 """
 
-import argparse
 import shutil
-import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,11 +16,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from components.checkpoint import Reader, find_checkpoint, read_json, together, write_json
 from components.config import ConfigError
-from components.distributed import init_distributed, own_slice, run_to_exit
-from components.exit_codes import ExitCode
-from components.tokenizer import export_tokenizer
+from components.data.tokenizer import export_tokenizer
+from components.files import read_json, write_json
+from components.state.checkpoint import together
+from components.state.folder import Reader
+from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # at the most, unless one tensor is larger
 
@@ -183,28 +182,3 @@ def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor
         parts[-1][name] = parameter
         size += bytes_of_it
     return parts
-
-
-def main(argv: list[str]) -> int:
-    """The command line; returns an exit code. Raises ConfigError."""
-    parser = argparse.ArgumentParser(prog="python -m components.weights", description=__doc__.partition("\n")[0])
-    command = parser.add_subparsers(required=True).add_parser("export", help="a run's checkpoint for Hugging Face")
-    command.add_argument("run", type=Path, help="a run's dump_folder")
-    command.add_argument("folder", type=Path, help="what to write; must not be there")
-    command.add_argument("--step", type=int, help="the checkpoint; the newest that verifies if not given")
-    command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
-    options = parser.parse_args(argv)
-    if options.folder.exists():
-        raise ConfigError(f"{options.folder}: is there already")
-    init_distributed(300)
-    config, checkpoint = find_checkpoint(options.run, options.step)
-    model = meta_model(config["model"]["name"], config["model"]["flavor"])
-    export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))
-    print(f"{checkpoint} -> {options.folder}")
-    return ExitCode.DONE
-
-
-if __name__ == "__main__":
-    from models import meta_model  # an entry point may know the models; what train.py imports does not
-
-    run_to_exit(main, sys.argv[1:])

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.optimizer import local_part
 from parallelize.mesh import Mesh
+from parallelize.sharding import local_part
 
 Groups = tuple[dist.ProcessGroup, ...]
 

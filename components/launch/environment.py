@@ -2,9 +2,9 @@
 
 run_train.sh and tests/run.sh call this before anything else is there:
 
-    python components/environment.py --check [--group test]     what is missing, one a line; exit 0 or 1
-    python components/environment.py --install [--group test]   install it with pip into the running Python
-    python components/environment.py --make [--group test]      make or complete .venv of the repository
+    python components/launch/environment.py --check [--group test]     what is missing, one a line; exit 0 or 1
+    python components/launch/environment.py --install [--group test]   install it with pip into the running Python
+    python components/launch/environment.py --make [--group test]      make or complete .venv of the repository
 """
 
 import argparse
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VENV = ROOT / ".venv"
 
 

@@ -1,0 +1,1 @@
+"""From settings to ranks and their end: starting processes, signals, exit codes."""

@@ -1,0 +1,110 @@
+"""One rank's process, and what becomes of its output: the console as it comes, a log file in whole lines."""
+
+import contextlib
+import math
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO
+
+_LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class RankProcess:
+    """One process, in a session of its own so that a terminal's Ctrl-C reaches it only through us."""
+
+    def __init__(
+        self, number: int, command: list[str], environment: dict[str, str], log: Path, prefix: bytes | None
+    ) -> None:
+        self.number = number
+        self.log = log
+        self.shown = prefix is not None
+        self.code: int | None = None
+        """None while it runs; -N if signal N killed it."""
+        self.end_time = math.inf
+        self.killed = False
+        """By us."""
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        file = log.open("ab", buffering=0)
+        self._outputs = [
+            threading.Thread(target=_copy, args=(stream, file, console, prefix), daemon=True)
+            for stream, console in ((self.process.stdout, 1), (self.process.stderr, 2))
+        ]
+        for thread in (*self._outputs, threading.Thread(target=self._wait, daemon=True)):
+            thread.start()
+
+    def _wait(self) -> None:
+        """A thread for each rank, so that the first one to end is known."""
+        code = self.process.wait()
+        self.end_time = time.monotonic()
+        self.code = code
+
+    def kill(self) -> None:
+        """With its children, also when it has already ended."""
+        self.killed = self.killed or self.code is None
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def finish_output(self) -> None:
+        """Wait for its last words, but not for children that keep its pipe open."""
+        for thread in self._outputs:
+            thread.join(timeout=1)
+
+
+def _copy(stream: IO[bytes], file: IO[bytes], console: int, prefix: bytes | None) -> None:
+    """To the console as it comes, unless prefix is None, and to the file in whole lines: two streams end there.
+
+    Never stops reading, whatever becomes of them: a rank waits for its reader.
+    """
+    rest = b""
+    while chunk := os.read(stream.fileno(), 1 << 16):
+        *lines, rest = _LINE_END.split(rest + chunk)
+        _keep(file, b"".join(lines))
+        if prefix:
+            chunk = b"".join(prefix + line for line in lines)
+        if prefix is not None and not _show(console, chunk):
+            prefix = None
+    if rest:
+        _keep(file, rest + b"\n")
+    if rest and prefix:
+        _show(console, prefix + rest + b"\n")
+
+
+def _keep(file: IO[bytes], lines: bytes) -> None:
+    with contextlib.suppress(OSError):  # disk full
+        file.write(_ESCAPES.sub(b"", lines))
+
+
+def _show(console: int, chunk: bytes) -> bool:
+    """False once nobody reads the console: `run_train.sh | head` must not stop a run."""
+    while chunk:
+        try:
+            chunk = chunk[os.write(console, chunk) :]
+        except BlockingIOError:
+            time.sleep(0.01)
+        except OSError:
+            return False
+    return True
+
+
+def say(line: str) -> None:
+    _show(2, f"{line}\n".encode())
+
+
+def last_lines(path: Path, count: int) -> Iterable[str]:
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()[-count:]
+    return []

@@ -1,0 +1,61 @@
+"""Process groups and the device of a rank, and what all ranks agree on."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from components.config import ConfigError
+from parallelize.mesh import Mesh
+
+T = TypeVar("T")
+
+
+def init_distributed(timeout_seconds: int) -> torch.device:
+    """Join the ranks that torchrun started, or make a group of one; returns this rank's device.
+
+    CPU tensors always go through gloo, so that hosts can agree on something without waiting for their GPUs.
+    """
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+    )
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    timeout = timedelta(seconds=timeout_seconds)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    return device
+
+
+def set_timeout(timeout_seconds: int, mesh: Mesh) -> None:
+    """Change how long training's collectives may wait: short once the first step is done."""
+    for group in {dist.group.WORLD, *mesh.groups().values()}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_seconds), group)
+
+
+def gather(value: object) -> list:
+    """Every rank's value, on every rank, in rank order. Waits for all of them."""
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; and the ConfigError, if it raises one."""
+    made: list = [None]
+    if dist.get_rank() == 0:
+        try:
+            made = [make()]
+        except ConfigError as error:
+            made = [error]
+    dist.broadcast_object_list(made)
+    if isinstance(made[0], ConfigError):
+        raise made[0]
+    return made[0]

@@ -1,0 +1,57 @@
+"""What this rank holds of a tensor: its slice, its gradients, its bytes."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter, and where that begins in the full tensor."""
+    if not isinstance(parameter, DTensor):
+        return parameter, (0,) * parameter.ndim
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return parameter.to_local(), offset
+
+
+def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
+    """The groups over whose ranks a tensor is split, and what this rank has of it."""
+    if not isinstance(tensor, DTensor):
+        return (), tensor
+    mesh = tensor.device_mesh
+    split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
+
+
+def align_gradients(parameters: list[nn.Parameter]) -> None:
+    """Give each gradient its parameter's placement: those of norms are partial sums until here."""
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def describe_memory(parameters: Sequence[Tensor], micro_batches: int) -> str:
+    """The bytes that this rank keeps, as a line of text; micro_batches: those that it adds up before it reduces."""
+    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
+    # Micro-batches add up unsharded, so that gradients are reduced once.
+    gradients = weights if micro_batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
+    kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
+    return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
+
+
+def _unsharded(parameter: Tensor) -> int:
+    """Elements of a parameter that FSDP has gathered: still split by tensor parallel."""
+    count = parameter.numel()
+    if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
+        dimension = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+        if not parameter.placements[dimension].is_replicate():
+            count //= parameter.device_mesh.size(dimension)
+    return count
+
+
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
