@@ -1,0 +1,111 @@
+"""docs/extend.md, followed to the letter: each section in a copy of the repository, in two files and 25 lines at most."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from components.config import ROOT
+
+PAGE = ROOT / "docs" / "extend.md"
+PLACE = re.compile(r"\*\*`([^`]+)`\*\*(?:, (below|instead of) `([^`]+)`)?:")
+
+
+@dataclass
+class Edit:
+    """A block of lines: a new file, or lines below or instead of one that is there once."""
+
+    path: str
+    where: str
+    line: str
+    block: list[str]
+
+    def apply(self, repository: Path) -> None:
+        file = repository / self.path
+        if not self.where:
+            assert not file.exists(), file
+            file.write_text("\n".join(self.block) + "\n")
+            return
+        lines = file.read_text().splitlines()
+        (number,) = (number for number, line in enumerate(lines) if line.strip() == self.line)
+        lines[number + (self.where == "below") : number + 1] = self.block
+        file.write_text("\n".join(lines) + "\n")
+
+
+@dataclass
+class Section:
+    """What the page says of one kind of thing: edits, and the commands that show it."""
+
+    title: str
+    edits: list[Edit]
+    commands: list[str]
+
+
+def sections(page: str) -> list[Section]:
+    """Edits stand under a line that names their file; what follows `Then` are commands."""
+    found = []
+    for text in page.split("\n## ")[1:]:
+        title, _, body = text.partition("\n")
+        edits, commands, place = [], [], None
+        for part in re.split(r"\n{2,}(?=\S)", body.strip("\n")):
+            head, _, block = part.partition("\n\n")
+            if not block:
+                continue
+            lines = [line.removeprefix("    ") for line in block.rstrip().splitlines()]
+            assert all(line.startswith("    ") or not line for line in block.rstrip().splitlines()), f"{title}: {part}"
+            place = PLACE.search(head)
+            if place:
+                edits.append(Edit(place[1], place[2] or "", place[3] or "", lines))
+            elif head.endswith("Then"):
+                commands += [line for line in lines if line]
+        found.append(Section(title, edits, commands))
+    return found
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
+    for name in listed.stdout.decode().splitlines():
+        target = tmp_path / "repository" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target)
+    return tmp_path / "repository"
+
+
+SECTIONS = sections(PAGE.read_text())
+
+
+def test_every_kind_of_thing_has_a_section() -> None:
+    assert [section.title for section in SECTIONS] == [
+        "An optimizer",
+        "A rate schedule",
+        "A pipeline schedule",
+        "A dataset format",
+        "A metric",
+        "An attention kernel",
+    ]
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
+def test_it_is_two_files_and_25_lines_at_most(section: Section) -> None:
+    assert section.commands
+    assert 1 <= len({edit.path for edit in section.edits}) <= 2
+    assert sum(len(edit.block) for edit in section.edits) <= 25
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.title)
+def test_it_works_as_the_page_says(section: Section, repository: Path) -> None:
+    for edit in section.edits:
+        edit.apply(repository)
+    for command in section.commands:
+        words = shlex.split(command.replace("python ", f"{sys.executable} ", 1))
+        done = subprocess.run(words, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
+    for tool in (["ruff", "check", "."], ["ruff", "format", "--check", "."], ["pytest", "-q", "tests/test_imports.py"]):
+        subprocess.run([sys.executable, "-m", *tool], cwd=repository, capture_output=True, check=True)
