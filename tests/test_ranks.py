@@ -1,9 +1,8 @@
-"""The launcher, with small scripts in the place of train.py: ranks, logs, signals, exit codes; and the environment."""
+"""Ranks on one node and on two, with small scripts in the place of train.py: output, logs, signals, exit codes."""
 
 import dataclasses
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,13 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from components import start
-from components.config import ROOT, ConfigError, JobConfig, load_config
-from components.launch import environment
-from components.launch import settings as settings_module
+from components.config import ROOT, JobConfig
 from components.launch.exit_codes import ExitCode
 from components.launch.ranks import _FAILURE_GRACE_SECONDS
-from components.launch.settings import Settings, read_settings
+from components.launch.settings import read_settings
 
 START = """
 import os, sys
@@ -131,7 +127,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
     """
     launched = begin(script, "--job.description", "two words")
     code, out, err = launched.end()
-    threads = settings(NGPU="2").threads
+    threads = read_settings(JobConfig(), {"NGPU": "2"}).threads
     assert code == 0, err
     said = "rank {} of 2 ['--job.description', 'two words'] threads " + f"{threads}\n"
     # The console shows rank 0 as it is, the logs all without colours.
@@ -310,71 +306,6 @@ def test_nobody_reading_the_console_does_not_stop_a_run(begin: Start) -> None:
     assert launched.log(0).splitlines()[-1] == "done"
 
 
-# What is checked before
-
-
-def settings(config: JobConfig | None = None, **environment: str) -> Settings:
-    return read_settings(config or JobConfig(), environment)
-
-
-def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (settings_module, start):
-        monkeypatch.setattr(module, "gpus", lambda: 0)
-    assert settings().ranks == 2
-    assert settings(load_config(["--parallelism.data_parallel_replicate_degree", "4"])).ranks == 4
-    assert settings(NGPU="3").ranks == 3
-    four = load_config(["--parallelism.data_parallel_shard_degree", "4"])
-    assert settings(four, NNODES="2", RDZV_ENDPOINT="a:1").ranks == 2
-    for module in (settings_module, start):
-        monkeypatch.setattr(module, "gpus", lambda: 8)
-    assert settings().ranks == 8
-    assert settings(NGPU="1").ranks == 1
-    with pytest.raises(ConfigError, match='NGPU = "16": this node has 8 GPUs'):
-        start.check([], {"NGPU": "16"})
-
-
-def test_wrong_variables_are_all_named() -> None:
-    wrong = {
-        "NGPU": "two",
-        "NNODES": "0",
-        "NODE_RANK": "1",
-        "RDZV_ENDPOINT": "host",
-        "MAX_RESTARTS": "-1",
-        "SHUTDOWN_TIMEOUT_SECONDS": "soon",
-    }
-    with pytest.raises(ConfigError) as caught:
-        read_settings(JobConfig(), wrong)
-    for name, value in wrong.items():
-        assert [line for line in caught.value.messages if line.startswith(f'environment: {name} = "{value}": ')]
-    with pytest.raises(ConfigError, match=r'LOG_RANK = "2": expected all, or ranks from 0 to 1'):
-        settings(NGPU="2", LOG_RANK="2")
-    with pytest.raises(ConfigError, match="RDZV_ENDPOINT is needed too"):
-        settings(NGPU="2", NNODES="2")
-    with pytest.raises(ConfigError, match='MAX_RESTARTS = "1": with several nodes expected 0'):
-        settings(NGPU="2", NNODES="2", RDZV_ENDPOINT="a:1", MAX_RESTARTS="1")
-    assert settings(NGPU="2", MAX_RESTARTS="1").restarts == 1
-
-
-def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)), raising=False)
-    assert [settings(NGPU=ranks).threads for ranks in ("1", "2", "5", "24")] == [12, 6, 2, 1]
-
-
-def test_the_dump_folder_must_be_one_that_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file is not a folder"):
-        start.check(["--job.dump_folder", str(tmp_path / "file/outputs")], {"NGPU": "1"})
-    start.check(["--job.dump_folder", str(tmp_path / "a/b")], {"NGPU": "1"})
-    assert [path.name for path in tmp_path.iterdir()] == ["file"], "checking makes nothing"
-
-
-def test_without_a_job_file_the_debug_recipe_is_run() -> None:
-    recipe = ["--job.config_file", str(start.DEFAULT_RECIPE)]
-    assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
-    for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
-        assert start.with_recipe(words) == words
-
-
 # Two nodes on one machine
 
 
@@ -415,152 +346,3 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
     assert code == ExitCode.ERROR
     assert f"could not meet at RDZV_ENDPOINT={endpoint}" in err
     assert "Traceback" not in err
-
-
-# run_train.sh and the environment
-
-
-@pytest.fixture
-def copy(tmp_path: Path) -> Path:
-    """A copy of what run_train.sh needs, with a launcher that only tells how it was called."""
-    repository = tmp_path / "my repository"
-    (repository / "components/launch").mkdir(parents=True)
-    (repository / "tests").mkdir()
-    for name in ("run_train.sh", "pyproject.toml", "components/launch/environment.py"):
-        shutil.copy(ROOT / name, repository / name)
-    (repository / "components/start.py").write_text(
-        "import os, sys\nprint(sys.executable, os.environ['PYTHONPATH'], os.getcwd(), sys.argv[1:], sep='\\n')\n"
-    )
-    return repository
-
-
-def run(script: Path, *words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHON", "PYTHONPATH")}
-    return subprocess.run(
-        [script, *words], cwd=cwd, env={**environment, **variables}, capture_output=True, text=True, timeout=60
-    )
-
-
-def bare_python(folder: Path) -> Path:
-    """A Python without packages."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    return folder / "bin/python"
-
-
-def test_run_train_uses_a_python_that_has_all(copy: Path, tmp_path: Path) -> None:
-    done = run(copy / "run_train.sh", "--a.b", "two words", cwd=tmp_path, PYTHON=sys.executable, PYTHONPATH="/mine")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    python, path, cwd, words = done.stdout.splitlines()
-    assert (python, path, cwd) == (sys.executable, f"{copy}:/mine", str(tmp_path))
-    assert words == "['--a.b', 'two words']"
-
-
-def test_run_train_refuses_a_python_that_lacks_something(copy: Path, tmp_path: Path) -> None:
-    python = bare_python(tmp_path / "bare")
-    done = run(copy / "run_train.sh", cwd=tmp_path, PYTHON=str(python))
-    assert done.returncode == 2
-    assert f"PYTHON={python} lacks what pyproject.toml asks for: torch>=2.11 torchdata" in done.stderr
-    done = run(copy / "run_train.sh", cwd=tmp_path, PYTHON="/bin/false")
-    assert done.returncode == 2
-    assert "is not a Python 3.11 or newer" in done.stderr
-    assert not (copy / ".venv").exists()
-
-
-def test_run_train_finds_an_activated_environment(copy: Path, tmp_path: Path) -> None:
-    done = run(copy / "run_train.sh", cwd=tmp_path, PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin")
-    assert done.stdout.splitlines()[0] in (sys.executable, str(Path(sys.executable).with_name("python3")))
-    assert not (copy / ".venv").exists()
-
-
-FAKE_PIP = """
-import os, sys, time
-from pathlib import Path
-log = Path(os.environ["PIP_LOG_FILE"])
-log.write_text((log.read_text() if log.exists() else "") + " ".join(sys.argv[1:]) + "\\n")
-time.sleep(float(os.environ.get("PIP_TAKES", "0")))
-if os.environ.get("PIP_DIES"):
-    os.kill(os.getppid(), 9)
-    os._exit(1)
-for word in sys.argv[2:]:
-    name, _, version = word.replace("==", ">=").partition(">=")
-    folder = Path(sys.prefix) / f"lib/python3.{sys.version_info[1]}/site-packages/{name}-{version}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "METADATA").write_text(f"Name: {name}\\nVersion: {version}\\n")
-"""
-
-
-@pytest.fixture
-def making(copy: Path, tmp_path: Path) -> dict[str, str]:
-    """Variables with which run_train.sh makes .venv in the copy, by a pip that only pretends."""
-    base = tmp_path / "base"
-    bare_python(base)
-    modules = tmp_path / "modules"
-    (modules / "pip").mkdir(parents=True)
-    (modules / "pip/__init__.py").touch()
-    (modules / "pip/__main__.py").write_text(FAKE_PIP)
-    # run_train.sh keeps PYTHONPATH, so these go before the real modules.
-    path = f"{base}/bin:/usr/bin:/bin"
-    return {"PATH": path, "PYTHONPATH": str(modules), "PIP_LOG_FILE": str(tmp_path / "pip.log")}
-
-
-def test_run_train_makes_an_environment_once_and_takes_no_half_made_one(
-    copy: Path, making: dict[str, str], tmp_path: Path
-) -> None:
-    killed = run(copy / "run_train.sh", cwd=tmp_path, PIP_DIES="1", **making)
-    assert killed.returncode != 0
-    # Whatever was written, metadata of the packages included, is not trusted.
-    check = [str(copy / ".venv/bin/python"), str(copy / "components/launch/environment.py"), "--check"]
-    subprocess.run([check[0], "-m", "pip", "install", *environment.requirements([])], env=making, check=True)
-    assert subprocess.run(check, capture_output=True, text=True).stdout == "an installation that was cut short\n"
-    leftover = copy / ".venv/half-written"
-    leftover.touch()
-    Path(making["PIP_LOG_FILE"]).unlink()
-
-    first = run(copy / "run_train.sh", cwd=tmp_path, **making)
-    assert first.returncode == 0, first.stderr
-    assert not leftover.exists()
-    assert first.stdout.splitlines()[0] == str(copy / ".venv/bin/python")
-    assert first.stderr.count("\n") == 1
-    assert first.stderr.startswith(f"making {copy}/.venv")
-    (call,) = Path(making["PIP_LOG_FILE"]).read_text().splitlines()
-    assert call.startswith("install torch==2.13.0 torchdata>=0.11 ")
-    assert "torch>=" not in call
-    assert "pytest" not in call
-
-    second = run(copy / "run_train.sh", cwd=tmp_path, **making)
-    assert (second.returncode, second.stderr, second.stdout) == (0, "", first.stdout)
-
-
-def test_two_first_runs_at_once_install_once(copy: Path, making: dict[str, str], tmp_path: Path) -> None:
-    runs = [
-        subprocess.Popen(
-            [copy / "run_train.sh"],
-            env={**os.environ, **making, "PIP_TAKES": "1", "PYTHON": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [process.communicate(timeout=60) for process in runs]
-    assert [process.returncode for process in runs] == [0, 0], outputs
-    assert sorted(bool("waiting" in err) for _, err in outputs) == [False, True]
-    assert len(Path(making["PIP_LOG_FILE"]).read_text().splitlines()) == 1
-
-
-def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = time.perf_counter()
-    code = subprocess.run(
-        [sys.executable, ROOT / "components/launch/environment.py", "--check", "--group", "test"]
-    ).returncode
-    assert code == 0
-    assert time.perf_counter() - start < 0.5  # 0.09 s on an idle machine
-    installed = {"torch": "2.10.1", "tyro": "1.0.17", "numpy": "1.26"}
-    monkeypatch.setattr(environment.metadata, "version", lambda name: installed.get(name, "999"))
-    assert environment.missing([]) == ["torch>=2.11"]
-    installed["torch"] = "2.11.0a0+git123"
-    assert environment.missing([]) == []
-    assert environment.missing(["pinned"]) == ["torch==2.13.0"]
-    installed["torch"] = "2.13.0+cpu"
-    assert environment.missing(["pinned"]) == []
