@@ -26,11 +26,8 @@ def init_distributed(timeout_seconds: int) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = f"cpu:{backend},cuda:nccl"
-    timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), **alone)
     return device
 
 
@@ -39,16 +36,16 @@ def cpu_backend() -> str:
 
     In torch 2.13 both note the name of the collective that they have finished in one string, without a lock
     (ProcessGroupGloo::runLoop). When they do so at once, and the name is too long to be stored in place (FSDP's
-    reduce-scatter, DTensor's all-gather), its memory is freed twice. `python -m tests.heap` shows it within seconds.
+    reduce-scatter, DTensor's all-gather), its memory is freed twice: `python -m tests.heap --workers 2` shows it.
     """
     dist.Backend.register_backend("gloo_one_worker", _make_gloo, extended_api=True, devices=["cpu"])
     return "gloo_one_worker"
 
 
 def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
-    """What torch does for "gloo", but for the number of threads."""
-    gloo, interfaces = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
-    options = gloo._Options()
+    """What torch does for "gloo", whose options it does not take, but for the number of threads."""
+    gloo: Any = dist.ProcessGroupGloo
+    options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
     options._threads, options._timeout = 1, asked.timeout
     options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
     options._devices = options._devices or [gloo.create_default_device()]
