@@ -48,8 +48,8 @@ from parallelize.mesh import (
 )
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
+from parallelize.schedules import describe_stages
 from parallelize.sharding import align_gradients, describe_memory
-from parallelize.stages import describe_stages
 
 Batch = dict[str, Tensor]
 

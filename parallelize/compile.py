@@ -6,7 +6,7 @@ from torch import nn
 
 from components.config import Compile, Parallelism
 from parallelize.mesh import Mesh
-from parallelize.stages import SPLIT_BACKWARD
+from parallelize.schedules import schedule_of
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
@@ -14,7 +14,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
     if not config.enable:
         return
     # Backward may overwrite what forward has saved, unless it comes twice: for inputs, and for weights.
-    splits = mesh["pp"].size() > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
+    splits = mesh["pp"].size() > 1 and schedule_of(parallelism).splits_backward
     torch._functorch.config.donated_buffer = not splits
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:

@@ -352,10 +352,11 @@ def rewrite(module: str, function: str, old: str, new: str) -> None:
 
 
 def main() -> None:
-    """Print the figures of one layout: python -m tests.harness RANKS --table.key value ..."""
+    """Figures of one layout: python -m tests.harness RANKS --table.key value ...; exits 1 if one is over its bar."""
     reference = observe()
     observed = observe(*sys.argv[2:], ranks=int(sys.argv[1]))
     print(json.dumps(figures(observed, reference) | {"seconds": observed.seconds}, indent=1))
+    sys.exit(bool(broken_bars(observed, reference)))
 
 
 if __name__ == "__main__":

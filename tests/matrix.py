@@ -21,6 +21,7 @@ from components.config import ROOT, ConfigError, load_config
 from models import MODELS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from parallelize.schedules import SCHEDULES
 from tests import composition
 from tests.harness import BARS, RECIPE, SMALL, Case, Observation, figures, observe, observe_all
 
@@ -38,15 +39,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "balancer": ("headtail", "none"),
     "document_mask": ("false", "true"),
     "pp": ("1", "2", "4"),
-    "schedule": (
-        "1F1B",
-        "GPipe",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ),
+    "schedule": tuple(SCHEDULES),
     "pipeline_first": ("false", "true"),
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),

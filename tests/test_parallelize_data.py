@@ -89,7 +89,7 @@ FAULTS = {
         "parallelize.data",
         "apply_data_parallel",
         "set_gradient_divide_factor(1.0)",
-        "set_gradient_divide_factor(float(ranks.size()))",
+        "set_gradient_divide_factor(float(shards.size()))",
     ),
     "divided by local tokens": ("train", "train_step", "/ valid", "/ (valid / run.degrees.batch_ranks)"),
     "divided after backward": (

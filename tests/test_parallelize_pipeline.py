@@ -10,7 +10,7 @@ from torch import Tensor
 
 import train
 from components.config import Parallelism
-from parallelize.stages import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
+from parallelize.schedules import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -21,7 +21,7 @@ SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 
 
 def settings(schedule: str, degree: int, **more: Any) -> Parallelism:
-    return Parallelism(pipeline_parallel_schedule=schedule, pipeline_parallel_degree=degree, **more)  # type: ignore[arg-type]
+    return Parallelism(pipeline_parallel_schedule=schedule, pipeline_parallel_degree=degree, **more)
 
 
 @pytest.mark.parametrize(

@@ -57,12 +57,20 @@ class Refused:
 
 
 CASES = [
-    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "needs one stage a rank: 2, not 3", "error", model=SIX),
-    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "two stages a rank: 4, not 2", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "on 2 ranks it needs 2 stages", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "needs 4 stages, not 2", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "LoopedBFS", STAGE, "3"), "it needs 4, 6, .+ stages", "error", model=SIX),
     Refused("layers", (PP, "2", SCHEDULE, "LoopedBFS", LIGHTER, "4"), "2 layers are too few for 4 stages", "error"),
     Refused("modules", (PP, "2", *MODULES), "look at layers.1", "weights at step 0"),
     Refused("micro-batches", (PP, "2", MICRO, "5"), "local_batch_size = 36 is no multiple; 35 or 40 would", "error"),
     Refused("micro-batches", (PP, "2", MICRO, "36"), "1 micro-batches, but 1F1B needs as many as stages, 2", "error"),
+    Refused(
+        "micro-batches",
+        (PP, "2", MICRO, "4", SCHEDULE, "Interleaved1F1B"),
+        "9 micro-batches, but Interleaved1F1B needs a multiple of 4: 8 or 10 would be",
+        "error",
+        model=SIX,
+    ),
     Refused(
         "reshard",
         (PP, "2", SHARD, "2", LOCAL, "18", MICRO, "3", SCHEDULE, "DualPipeV", RESHARD, "always"),
@@ -203,6 +211,12 @@ def test_a_degree_that_was_set_is_used() -> None:
     for replicas in (1, 2, 4):
         degrees = resolve_degrees(config_of("--parallelism.data_parallel_replicate_degree", str(replicas)), 8)
         assert (degrees.dp_replicate, degrees.dp_shard) == (replicas, 8 // replicas)
+
+
+def test_an_unknown_schedule_names_the_nearest() -> None:
+    config = config_of(SCHEDULE, "DualpipeV")
+    with pytest.raises(ConfigError, match=r'schedule = "DualpipeV": not one of 1F1B, .*; did you mean DualPipeV\?'):
+        check_layout(config, resolve_degrees(config, 1))
 
 
 def test_an_unknown_model_or_flavor_names_the_nearest() -> None:

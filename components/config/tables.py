@@ -212,10 +212,8 @@ class Parallelism:
     """headtail: a rank takes a piece of the sequence's head and one of its tail, so that all have as much attention."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
-    pipeline_parallel_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    """The order of micro-batches on each rank, by torch's names (docs/pipeline_parallel.md)."""
+    pipeline_parallel_schedule: Name = "1F1B"
+    """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
     pipeline_parallel_microbatch_size: Positive = 1
     """Sequences of one micro-batch of the pipeline; local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: Positive | None = None

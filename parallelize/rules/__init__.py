@@ -16,7 +16,7 @@ from parallelize.rules.pipeline import (
     tied_misfit,
 )
 from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
-from parallelize.stages import SPLIT_BACKWARD
+from parallelize.schedules import SCHEDULES, schedule_of
 
 
 @dataclass(frozen=True)
@@ -86,10 +86,10 @@ def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
             'an error; a number of layers, as "2", or mode = "full" would do'
         )
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if degrees.pp > 1 and schedule in SPLIT_BACKWARD:
+    parallelism = config.parallelism
+    if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
         return (
-            f"{schedule} goes backward twice, for inputs and for weights, and what "
+            f"{parallelism.pipeline_parallel_schedule} goes backward twice, for inputs and for weights, and what "
             'was kept is there for one; a number of layers, as "2", or mode = "full" would do'
         )
     return ""
@@ -248,8 +248,10 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
-    """Raises ConfigError with every rule that the layout breaks, or where there is no such model."""
+    """Raises ConfigError with every rule that the layout breaks, or where there is no such model or schedule."""
     check_model(config)
+    if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
+        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", _not_among(schedule, SCHEDULES)))
     if broken := list(broken_rules(config, degrees)):
         raise ConfigError(broken)
 
