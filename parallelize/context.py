@@ -11,10 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import parallelize_module
 
 from components.config import Parallelism
@@ -46,6 +44,8 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         if replacement is not None:
             setattr(parent, name.rpartition(".")[2], replacement)
         if isinstance(replacement, _RingCore):
+            from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
             style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
             parallelize_module(replacement, cp, style)
 
@@ -108,6 +108,8 @@ class _RingCore(AttentionCore):
 
 def _configure_ring(balanced: bool, rotate_method: str) -> None:
     """torch keeps these settings for the whole process. Its table of kernels lacks the CPU's, which is added."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
     ring._cp_options.enable_load_balance = balanced
     ring.set_rotate_method(rotate_method)
@@ -118,6 +120,8 @@ def _configure_ring(balanced: bool, rotate_method: str) -> None:
 
 
 def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     query, key, value, _, is_causal = args
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
@@ -131,6 +135,8 @@ def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _ring_backward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     gradient, query, key, value, out, logsumexp, _, is_causal = args
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
@@ -213,12 +219,16 @@ class _UlyssesCore(AttentionCore):
 
     def _to_heads(self, x_BHSK: Tensor) -> Tensor:
         """(B, H, S / cp, K) -> (B, H / cp, S, K)."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
         parts = x_BHSK.unflatten(1, (self.cp.size(), -1)).movedim(1, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
         return parts.movedim(0, 2).flatten(2, 3)
 
     def _to_sequence(self, x_BHSK: Tensor) -> Tensor:
         """(B, H / cp, S, K) -> (B, H, S / cp, K)."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
         parts = x_BHSK.unflatten(2, (self.cp.size(), -1)).movedim(2, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
         return parts.movedim(0, 1).flatten(1, 2)

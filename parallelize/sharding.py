@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where that begins in the full tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), offset
 

@@ -16,6 +16,7 @@ from parallelize.rules.pipeline import (
     tied_misfit,
 )
 from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
+from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES, schedule_of
 
 
@@ -248,7 +249,8 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
-    """Raises ConfigError with every rule that the layout breaks, or where there is no such model or schedule."""
+    """Raises ConfigError with every rule that the layout breaks, or where there is no such model, schedule or torch."""
+    check_torch(config, degrees)
     check_model(config)
     if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
         raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", _not_among(schedule, SCHEDULES)))
@@ -258,7 +260,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
     """Layouts that are right but hardly meant, each with what would be better."""
-    found = []
+    found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
     if ranks_per_node % degrees.tp:
         found.append(
             f"parallelism.tensor_parallel_degree = {degrees.tp}: a group of {degrees.tp} ranks spans nodes of "
