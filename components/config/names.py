@@ -65,7 +65,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "training.dtype": Unavailable("float32", "weights are kept in float32; see training.mixed_precision_param"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
     "parallelism.pipeline_parallel_schedule_csv": Unavailable(
-        "", "schedules of your own are not available; parallelism.pipeline_parallel_schedule names torch's"
+        "", "a schedule of your own is a row of parallelize/schedules.py (docs/extend.md)"
     ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
     "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
