@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from components.config import Checkpoint, ConfigError
 from components.files import digest, read_json, sync, write_json
 from components.state.folder import Reader, fault, incomplete, steps_in
-from parallelize.groups import gather
+from parallelize.groups import cpu_backend, gather
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
@@ -46,7 +46,7 @@ class Checkpointer:
     ) -> None:
         self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
         # A group of its own: what a save in the background asks of other ranks must not mix with training's questions.
-        self._group = dist.new_group(backend="gloo", timeout=_TIMEOUT)
+        self._group = dist.new_group(backend=cpu_backend(), timeout=_TIMEOUT)
         self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
         self._pending: Future[None] | None = None
         self._all_done: tuple[Tensor, dist.Work | None] | None = None
