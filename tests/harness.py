@@ -321,8 +321,8 @@ def _observed_batches(
     run: train.Run, valid_labels: tuple[int, ...], seen: dict[str, list[str]]
 ) -> Iterator[dict[str, Tensor]]:
     share = run.global_batch_size // run.degrees.batch_ranks
-    for number, batch in enumerate(train.micro_batches(run)):
-        micro_batch = number % run.accumulation
+    for number, batch in enumerate(train.local_batches(run)):
+        micro_batch = number % run.accumulation_steps
         size = len(batch["tokens"])
         for row in range(size):
             slot = train.batch_rank(run.mesh) * share + micro_batch * size + row

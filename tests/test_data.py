@@ -20,7 +20,7 @@ import pyarrow.parquet
 import pytest
 from torch import Tensor
 
-from components.config import ROOT, ConfigError, Training, load_config
+from components.config import ROOT, ConfigError, DataLoader, Training, load_config
 from components.data import DataSpec, PackedSequences, TokenCache, data_spec, prepare
 from components.data.cache import _cut
 from components.data.loader import IGNORED, build_loader, validation_batches
@@ -213,13 +213,13 @@ def read(
     for rank in range(ranks):
         loader = build_loader(
             sequences,
+            DataLoader(num_workers=num_workers),
             seed=5,
             global_batch_size=12,
             local_batch_size=local,
             batch_rank=rank,
             batch_ranks=ranks,
             consumed_sequences=consumed,
-            num_workers=num_workers,
         )
         batches = islice(loader, steps * 12 // (ranks * local))
         of_ranks.append(np.array([digest for batch in batches for digest in digests(batch)]).reshape(steps, -1))
@@ -274,7 +274,7 @@ if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: asked.append(number))
     sequences = PackedSequences(TokenCache(Path(sys.argv[1])), 8)
-    batches = build_loader(sequences, seed=0, global_batch_size=2, local_batch_size=2, num_workers=2)
+    batches = build_loader(sequences, DataLoader(num_workers=2), seed=0, global_batch_size=2, local_batch_size=2)
     next(batches)
     started = time.monotonic()
     ACTION

@@ -105,15 +105,15 @@ FAULTS = {
         '("pp", "dp_replicate", "fsdp")',
         '("pp", "dp_replicate")',
     ),
-    "a micro-batch dropped": ("train", "train_step", "range(run.accumulation)", "range(1, run.accumulation)"),
-    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation - 1", "last=False"),
+    "a local batch dropped": ("train", "train_step", "in range(run.acc", "in range(1, run.acc"),
+    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation_steps - 1", "last=False"),
     "a rank starts from other weights": (
         "train",
         "build_model",
         "stage.init_std, config.debug.seed",
         "stage.init_std, config.debug.seed + dist.get_rank()",
     ),
-    "two ranks see the same batch": ("train", "micro_batches", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
+    "two ranks see the same batch": ("train", "local_batches", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
     "learning rate of another step": ("train", "train_step", "run.step, config.lr_", "run.step + 9, config.lr_"),
 }  # fmt: skip
 

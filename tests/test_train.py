@@ -43,7 +43,7 @@ class Waits(TorchDispatchMode):
 
 
 def count_waits(run: train.Run) -> list[str]:
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
     first = next(batches)  # starts the loader, which draws a seed on the host
     batches = itertools.chain([first], batches)
     with Waits() as waits:

@@ -1,6 +1,7 @@
 """Batches of sequences, in the global order, for one rank."""
 
 import atexit
+import dataclasses
 import multiprocessing
 import os
 import signal
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from components.config import ConfigError
+from components.config import ConfigError, DataLoader
 from components.data.packed import PackedSequences
 
 IGNORED = -100
@@ -43,9 +44,9 @@ class _Batches(Dataset):
 
 
 class _Order(Sampler):
-    """Sequence numbers of each micro-batch of one rank, from a position of the global order on, without end.
+    """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
 
-    Of each step's global batch a rank takes its contiguous share, micro-batch by micro-batch.
+    Of each step's global batch a rank takes its contiguous share, one local batch after another.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 def build_loader(
     sequences: PackedSequences,
+    config: DataLoader | None = None,
     *,
     seed: int,
     global_batch_size: int,
@@ -100,12 +102,8 @@ def build_loader(
     batch_rank: int = 0,
     batch_ranks: int = 1,
     consumed_sequences: int = 0,
-    num_workers: int = 0,
-    persistent_workers: bool = False,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
 ) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
+    """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
     With document_mask there are document_ids too, and positions restart at each document.
 
@@ -113,6 +111,7 @@ def build_loader(
     there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
     is a RuntimeError.
     """
+    config = config or DataLoader()
     order = _Order(sequences, seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences)
     context = multiprocessing.get_context("spawn")
     leaving = context.RawValue("b", 0)
@@ -123,15 +122,12 @@ def build_loader(
         _Batches(sequences, document_mask),
         sampler=order,
         batch_size=None,
-        num_workers=num_workers,
-        persistent_workers=persistent_workers,
-        pin_memory=pin_memory,
-        prefetch_factor=prefetch_factor,
+        **dataclasses.asdict(config),
         generator=torch.Generator(),  # or each start would draw from the global random state
         worker_init_fn=partial(_start_worker, leaving),
         # Forked workers deadlock where the parent has run multi-threaded operations; and SIGTERM to the process group
         # would end a fork server, and with it the workers.
-        multiprocessing_context=context if num_workers else None,
+        multiprocessing_context=context if config.num_workers else None,
     )
     return _batches(loader)
 

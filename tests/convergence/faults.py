@@ -80,8 +80,8 @@ FAULTS = (
     Fault("gradients not clipped", "one rank", "components.optimizer", "clip_gradients",
           ".clamp(max=1.0)", ".clamp(min=1.0, max=1.0)"),
     Fault("loss divided by the micro-batches too", "one rank", "train", "train_step",
-          "(**batch) / valid", "(**batch) / valid / run.accumulation"),
-    Fault("replicas see the same sequences", "ddp 2", "train", "micro_batches",
+          "(**batch) / valid", "(**batch) / valid / run.accumulation_steps"),
+    Fault("replicas see the same sequences", "ddp 2", "train", "local_batches",
           "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
 )  # fmt: skip
 
