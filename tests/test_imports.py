@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
 }
 """Room -> what it may import of other rooms, from the ground up: a room imports none that stands below it here."""
 LIBRARIES = {
-    "components.config": {"pydantic", "annotated_types"},
+    "components.config": {"pydantic", "annotated_types", "tomli"},
     "models": {"torch"},
 }
 """Rooms that take only these and the standard library."""
