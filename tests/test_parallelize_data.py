@@ -38,7 +38,7 @@ def one_process(*overrides: str, valid_labels: tuple[int, ...] = ()) -> Observat
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_the_run_of_one_process(layout: str, accumulation: int) -> None:
-    """Sequences keep 1, 7, 0 and 30 labels, so that ranks and micro-batches weigh differently."""
+    """Sequences keep 1, 7, 0 and 30 labels, so that ranks and accumulation steps weigh differently."""
     ranks, overrides = LAYOUTS[layout]
     observed = observe(*overrides, *local_batch(ranks, accumulation), ranks=ranks, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))

@@ -97,9 +97,10 @@ class Training:
     dataset_cache: Name = ".cache/tokens"
     """Folder of the tokenized data, shared by runs; relative to the repository."""
     local_batch_size: Positive = 8
-    """Sequences of one micro-batch on one rank."""
+    """Sequences of one accumulation step on one rank: one forward and backward."""
     global_batch_size: Literal[-1] | Positive = -1
-    """Sequences of one optimizer step over all ranks; -1 means local_batch_size on every rank, no accumulation."""
+    """Sequences of one optimizer step over all ranks, in as many accumulation steps as that takes; -1 means one:
+    local_batch_size on every rank."""
     seq_len: Positive = 2048
     """Tokens of one sequence."""
     document_mask: bool = False
@@ -160,7 +161,7 @@ class Parallelism:
     ] = "1F1B"
     """The order of micro-batches on each rank, by torch's names (docs/pipeline_parallel.md)."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences of one micro-batch of the pipeline; local_batch_size is a multiple."""
+    """Sequences of one micro-batch, which a stage runs at a time; local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Layers of one stage at the most; if unset, a rank has one stage, or two where the schedule wants more."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
@@ -242,13 +243,13 @@ class Validation:
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Part of the training data's tokens held out, in blocks spread over the text."""
     local_batch_size: Positive | None = None
-    """Sequences a rank; training's if unset."""
+    """Sequences of one forward on one rank; training's if unset. Never changes which are validated."""
     seq_len: Positive | None = None
     """Tokens of one sequence; training's if unset."""
     freq: Positive = 10
     """Validate every so many steps, and at the last."""
     steps: Literal[-1] | Positive = -1
-    """Batches a validation; -1 takes all the data."""
+    """Global batches of training that one validation is on, from the first sequence on; -1 takes all the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
