@@ -100,12 +100,14 @@ class Meter(TorchDispatchMode):
             if isinstance(value, Tensor):
                 storage = getattr(value, "_local_tensor", value).untyped_storage()
                 key = storage._cdata
-                if key not in self._sizes:
+                is_new = key not in self._sizes  # and no view
+                if is_new:
                     self._sizes[key] = 0
                     weakref.finalize(storage, self._drop, key)
                 if may_be_freed:
                     self._filled[key] = weakref.ref(storage)
-                self._set(key, storage.nbytes())
+                if is_new or may_be_freed:
+                    self._set(key, storage.nbytes())
 
     def _set(self, key: int, size: int) -> None:
         self.bytes += size - self._sizes[key]
