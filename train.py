@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from components.config import JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
-from components.data.loader import build_loader, validation_batches
+from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
 from components.describe import describe
 from components.launch.ending import run_to_exit
@@ -159,17 +159,16 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
 def local_batches(run: Run) -> Iterator[Batch]:
     """A batch for each accumulation step from here on, without end: the same on ranks that share sequences."""
     training = run.config.training
-    return build_loader(
+    order = Order(
         run.train_set,
-        training.dataloader,
-        seed=run.config.debug.seed,
-        global_batch_size=run.global_batch_size,
-        local_batch_size=training.local_batch_size,
-        document_mask=training.document_mask,
+        run.config.debug.seed,
+        run.global_batch_size,
+        training.local_batch_size,
         batch_rank=batch_rank(run.mesh),
         batch_ranks=run.degrees.batch_ranks,
         consumed_sequences=run.sequences,
     )
+    return build_loader(order, training.document_mask, training.dataloader)
 
 
 def valid_tokens(run: Run) -> int:

@@ -18,28 +18,3 @@ from components.config.tables import (
     Training,
     Validation,
 )
-
-__all__ = [
-    "ROOT",
-    "ActivationCheckpoint",
-    "Checkpoint",
-    "Comm",
-    "Compile",
-    "ConfigError",
-    "DataLoader",
-    "Debug",
-    "Float8",
-    "Job",
-    "JobConfig",
-    "LRScheduler",
-    "Metrics",
-    "Model",
-    "Optimizer",
-    "Parallelism",
-    "Profiling",
-    "Training",
-    "Validation",
-    "load_config",
-    "mistake",
-    "to_dict",
-]

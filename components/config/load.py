@@ -11,15 +11,8 @@ from typing import Any
 
 import pydantic
 
+from components.config import names
 from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show
-from components.config.names import (
-    FOREIGN,
-    FOREIGN_VALUES,
-    RENAMED,
-    RENAMED_VALUES,
-    UNAVAILABLE,
-    UNAVAILABLE_VALUES,
-)
 from components.config.read import Given, read_file, read_overrides
 from components.config.tables import JobConfig
 
@@ -75,18 +68,18 @@ def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
     Raises ConfigError.
     """
     key, value = setting.key, setting.value
-    if key in RENAMED:
-        key, change = RENAMED[key]
+    if key in names.RENAMED:
+        key, change = names.RENAMED[key]
         if change == "negate":
             if not isinstance(value, bool):
                 raise ConfigError(setting.mistake("expected true or false"))
             value = not value
     if isinstance(value, str):
-        if (key, value) in UNAVAILABLE_VALUES:
-            raise ConfigError(setting.mistake(UNAVAILABLE_VALUES[key, value]))
-        value = RENAMED_VALUES.get((key, value), value)
-    if key in UNAVAILABLE:
-        accepted, reason, only_with = UNAVAILABLE[key]
+        if (key, value) in names.UNAVAILABLE_VALUES:
+            raise ConfigError(setting.mistake(names.UNAVAILABLE_VALUES[key, value]))
+        value = names.RENAMED_VALUES.get((key, value), value)
+    if key in names.UNAVAILABLE:
+        accepted, reason, only_with = names.UNAVAILABLE[key]
         is_on = all(asked.get(other) for other in only_with)
         if is_on and (value != accepted or type(value) is not type(accepted)):
             raise ConfigError(setting.mistake(reason))
@@ -100,9 +93,9 @@ def _unknown(key: str, value: Any) -> str:
     table, _, last = key.rpartition(".")
     if key in TABLES:
         return f"[{key}] is a table, not a key"
-    if last in FOREIGN:
-        hint = f"unknown key; here it is {FOREIGN[last]}"
-        return f"{hint}; {value} is {FOREIGN_VALUES[str(value)]}" if str(value) in FOREIGN_VALUES else hint
+    if last in names.FOREIGN:
+        hint = f"unknown key; here it is {names.FOREIGN[last]}"
+        return f"{hint}; {value} is {names.FOREIGN_VALUES[str(value)]}" if str(value) in names.FOREIGN_VALUES else hint
     # The key of the same name in the nearest table, then the nearest spelling of the whole, then of the last part.
     same = [name for name in NAMES if name.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same or NAMES, 1, 0.0 if same else 0.75)

@@ -43,32 +43,28 @@ class _Batches(Dataset):
         return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
-class _Order(Sampler):
+@dataclasses.dataclass(eq=False)
+class Order(Sampler):
     """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
 
-    Of each step's global batch a rank takes its contiguous share, one local batch after another.
+    Of each step's global batch a rank takes its contiguous share, one local batch after another. The position in the
+    order is all the state that there is: so the number of workers and of ranks may change at any step.
     """
 
-    def __init__(
-        self,
-        sequences: PackedSequences,
-        seed: int,
-        global_batch_size: int,
-        local_batch_size: int,
-        batch_rank: int,
-        batch_ranks: int,
-        consumed_sequences: int,
-    ) -> None:
-        self.sequences, self.seed = sequences, seed
-        self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
-        self.share = global_batch_size // batch_ranks
-        self.batch_rank, self.consumed_sequences = batch_rank, consumed_sequences
+    sequences: PackedSequences
+    seed: int
+    global_batch_size: int
+    """A multiple of local_batch_size x batch_ranks."""
+    local_batch_size: int
+    batch_rank: int = 0
+    batch_ranks: int = 1
+    consumed_sequences: int = 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        step_start = self.consumed_sequences
+        step_start, share = self.consumed_sequences, self.global_batch_size // self.batch_ranks
         while True:
-            start = step_start + self.batch_rank * self.share
-            for first in range(start, start + self.share, self.local_batch_size):
+            start = step_start + self.batch_rank * share
+            for first in range(start, start + share, self.local_batch_size):
                 positions = np.arange(first, first + self.local_batch_size)
                 yield self.sequences.at(positions, self.seed)
             step_start += self.global_batch_size
@@ -92,34 +88,21 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def build_loader(
-    sequences: PackedSequences,
-    config: DataLoader | None = None,
-    *,
-    seed: int,
-    global_batch_size: int,
-    local_batch_size: int,
-    document_mask: bool = False,
-    batch_rank: int = 0,
-    batch_ranks: int = 1,
-    consumed_sequences: int = 0,
+    order: Order, document_mask: bool = False, config: DataLoader | None = None
 ) -> Iterator[dict[str, Tensor]]:
     """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask there are document_ids too, and positions restart at each document.
-
-    global_batch_size is a multiple of local_batch_size x batch_ranks. The position in the order is all the state that
-    there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
-    is a RuntimeError.
+    With document_mask there are document_ids too, and positions restart at each document. A worker that dies is a
+    RuntimeError.
     """
     config = config or DataLoader()
-    order = _Order(sequences, seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences)
     context = multiprocessing.get_context("spawn")
     leaving = context.RawValue("b", 0)
     atexit.register(setattr, leaving, "value", 1)
     # torchdata 0.11 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(
-        _Batches(sequences, document_mask),
+        _Batches(order.sequences, document_mask),
         sampler=order,
         batch_size=None,
         **dataclasses.asdict(config),
