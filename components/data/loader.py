@@ -1,12 +1,12 @@
 """Batches of sequences, in the global order, for one rank."""
 
 import atexit
-import dataclasses
 import multiprocessing
 import os
 import signal
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,7 +43,7 @@ class _Batches(Dataset):
         return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class Order(Sampler):
     """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
 
@@ -105,7 +105,10 @@ def build_loader(
         _Batches(order.sequences, document_mask),
         sampler=order,
         batch_size=None,
-        **dataclasses.asdict(config),
+        num_workers=config.num_workers,
+        persistent_workers=config.persistent_workers,
+        pin_memory=config.pin_memory,
+        prefetch_factor=config.prefetch_factor,
         generator=torch.Generator(),  # or each start would draw from the global random state
         worker_init_fn=partial(_start_worker, leaving),
         # Forked workers deadlock where the parent has run multi-threaded operations; and SIGTERM to the process group
