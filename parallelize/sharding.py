@@ -34,12 +34,12 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def describe_memory(parameters: Sequence[Tensor], micro_batches: int) -> str:
-    """The bytes that this rank keeps, as a line of text; micro_batches: those that it adds up before it reduces."""
+def describe_memory(parameters: Sequence[Tensor], batches: int) -> str:
+    """The bytes that this rank keeps, as a line of text; batches: those that a reduction of gradients is of."""
     local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    # Micro-batches add up unsharded, so that gradients are reduced once.
-    gradients = weights if micro_batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
+    # Those of accumulation steps and micro-batches add up unsharded, so that gradients are reduced once.
+    gradients = weights if batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
     kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 

@@ -40,6 +40,9 @@ from components.launch.ending import leave
 from components.optimizer import build_optimizer
 from components.state import checkpoint
 from components.state.checkpoint import Checkpointer
+from components.state.init import give_memory, initialize_weights
+from models import meta_model
+from parallelize import parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from tests.harness import RECIPE, SMALL, _whole
 
@@ -248,7 +251,11 @@ def _build(replicate: int, shard: int, seed: int) -> tuple[list[nn.Module], torc
     argv = ["--job.config_file", str(RECIPE), *SMALL, "--model.flavor", "odd", "--debug.seed", str(seed), *overrides]
     config = load_config(argv)
     mesh = Mesh(resolve_degrees(config, dist.get_world_size()), "cpu")
-    stages, _ = train.build_model(config, mesh, torch.device("cpu"))
+    whole = meta_model(config.model.name, config.model.flavor)
+    stages = parallelize_model(config.model.name)(whole, mesh, config)
+    give_memory(stages, torch.device("cpu"))
+    for stage in stages:
+        initialize_weights(stage, stage.init_std, seed)
     return stages, build_optimizer(stages, config.optimizer)
 
 

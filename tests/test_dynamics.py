@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def tables_of(run: train.Run) -> tuple[Tables, dict[str, Tensor]]:
     """And the first global batch: that of one process."""
     run.sequences = 0
-    return run.dynamics.tables(), next(train.micro_batches(run))
+    return run.dynamics.tables(), next(train.local_batches(run))
 
 
 def case(kind: str, *layout: str, ranks: int = 1, mutate: Callable[[], None] | None = None) -> Case:
@@ -216,7 +216,7 @@ def test_logits_by_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch
 
 def count(run: train.Run) -> tuple[dict[tuple[str, str], list[int]], int, list[str]]:
     """Messages, peak of memory, and waits for the device of the steps after the second."""
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
     batches = itertools.chain([next(batches)], batches)
     with Meter(run.mesh, run.parameters) as meter:
         train.train_step(run, batches, train.valid_tokens(run))

@@ -65,7 +65,7 @@ def test_validation_in_a_pipeline(schedule: str) -> None:
 
 def validate_twice(run: train.Run) -> list[float]:
     first, _ = train.validate(run)
-    train.train_step(run, train.micro_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
     return [first, train.validate(run)[0]]
 
 

@@ -237,6 +237,11 @@ def test_what_a_device_lacks_is_named() -> None:
     check_device(config, (9, 0))
 
 
+def test_train_py_makes_no_dry_run() -> None:
+    with pytest.raises(ConfigError, match=r'comm.mode = "fake_backend": train.py trains'):
+        check_device(config_of("--comm.mode", "fake_backend"), (9, 0))
+
+
 def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin="/a clone/torch"))
     with pytest.raises(ConfigError, match=r"cannot link with a torch whose path has a space: /a clone/torch"):

@@ -213,12 +213,14 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
     torch_path = str(spec.origin if spec else "")
     inductor = config.compile.enable and config.compile.backend == "inductor"
     wrong = {
+        "comm.mode": config.comm.mode == "fake_backend",
         "compile.backend": inductor and cuda is None and " " in torch_path,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
         "model.converters": float8 and (cuda is None or cuda < (8, 9)),
     }
     reasons = {
+        "comm.mode": "train.py trains; a dry run is started by ./run_train.sh",
         "compile.backend": f"on the CPU it cannot link with a torch whose path has a space: {torch_path}",
         "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
         "parallelism.enable_async_tensor_parallel": "it needs CUDA",
