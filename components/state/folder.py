@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from components.config import ConfigError
-from components.files import read_json
+from components.files import digest, read_json
 from parallelize.groups import gather
 
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -56,11 +56,11 @@ def fault(folder: Path, hashes: bool = True) -> str | None:
         files = read_json(folder / "manifest.json")
         if missing := {".metadata", "state.json"} - files.keys():
             reason = f"manifest.json does not list {', '.join(sorted(missing))}"
-        for number, (name, (size, digest)) in enumerate(sorted(files.items())):
+        for number, (name, (size, expected)) in enumerate(sorted(files.items())):
             actual = (folder / name).stat().st_size
             if actual != size:
                 reason = reason or f"{name} has {actual} bytes, not {size}"
-            elif hashes and number % dist.get_world_size() == dist.get_rank() and digest(folder / name)[1] != digest:
+            elif hashes and number % dist.get_world_size() == dist.get_rank() and digest(folder / name)[1] != expected:
                 reason = reason or f"{name} is corrupt"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         reason = f"manifest or file unreadable: {error}"
