@@ -114,7 +114,7 @@ class Run:
 
 def build_model(config: JobConfig, mesh: Mesh, device: torch.device) -> tuple[list[nn.Module], tuple[int, int]]:
     """The stages that this rank holds, with their weights at step 0; and the whole model's FLOPs a token."""
-    model = meta_model(config.model.name, config.model.flavor)
+    model = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel)
     flops_per_token = model.flops_per_token(config.training.seq_len)
     stages = parallelize_model(config.model.name)(model, mesh, config)
     with fake_tensors(config.comm.mode) as fake:
