@@ -1,4 +1,4 @@
-"""docs/extend.md, followed to the letter: each section in a copy of the repository, in two files and 25 lines at most."""
+"""docs/extend.md, followed to the letter: each section in a copy of the repository; at most two files and 25 lines."""
 
 import re
 import shlex
