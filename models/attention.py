@@ -104,6 +104,7 @@ def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 # On CPU two products and a softmax beat the fused kernel at short sequences (tests/benchmarks/attention.py).
 _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
+
 KERNELS: dict[str, Kernel] = {
     "auto": Kernel(_auto, _dense_unless_causal),
     "plain": Kernel(_plain, _dense_unless_causal),
