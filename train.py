@@ -41,7 +41,6 @@ from parallelize.groups import init_distributed, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
-from parallelize.schedules import describe_stages
 from parallelize.sharding import align_gradients, describe_memory
 
 Batch = dict[str, Tensor]
@@ -111,7 +110,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     datasets = build_datasets(config, MODELS[config.model.name][1][config.model.flavor].vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
     set_timeout(config.comm.init_timeout_seconds, mesh)
-    whole = meta_model(config.model.name, config.model.flavor)
+    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
     for stage in stages:

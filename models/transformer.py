@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from models.attention import Visibility, Visible
 from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
-from models.layers import Attention, AttentionMask, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+from models.layers import Attention, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +49,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask)
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -69,7 +70,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        self.mask = AttentionMask()
+        self.visibility = Visibility()
         self.layers = nn.ModuleDict({str(layer): self.block(config) for layer in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
@@ -97,10 +98,10 @@ class Transformer(nn.Module):
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
         cos, sin = rotary_cos_sin(positions, frequencies)
-        mask = self.mask(positions, document_ids)
+        visible = self.visibility(positions, document_ids)
         x_BSD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, cos, sin, mask)
+            x_BSD = block(x_BSD, cos, sin, visible)
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels)

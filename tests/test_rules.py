@@ -24,6 +24,7 @@ def config_of(*overrides: str) -> JobConfig:
 
 TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
+KERNEL = "--model.attention_kernel"
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 
 
@@ -114,6 +115,8 @@ CASES = [
         model={"n_kv_heads": 2, "n_heads": 16, "ffn_dim": 120},
     ),
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
+    Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
+    Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),

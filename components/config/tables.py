@@ -22,6 +22,8 @@ class Model:
     """A name in models/__init__.py."""
     flavor: Name = "debug"
     """A named size of that model."""
+    attention_kernel: Name = "auto"
+    """How attention is computed, by the names of KERNELS in models/attention.py; auto takes the fastest."""
     hf_assets_path: Name = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)

@@ -121,6 +121,17 @@ def _rotate_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models.attention import KERNELS
+
+    kernel = config.model.attention_kernel
+    if kernel not in KERNELS:
+        return _not_among(kernel, KERNELS)
+    if kernel == "auto" or degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
+        return ""
+    return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
+
+
 def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.compile.enable or config.compile.backend == "inductor":
         return ""
@@ -146,6 +157,7 @@ RULES = [
     _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
     _misfit("parallelism.context_parallel_rotate_method", _rotate_misfit),
     _misfit("model.converters", _float8_misfit),
+    _misfit("model.attention_kernel", _kernel_misfit),
     _misfit("compile.backend", _backend_misfit),
     _pipeline("pipeline_parallel_schedule", stages_misfit),
     _pipeline("pipeline_parallel_degree", layers_misfit),
