@@ -5,7 +5,8 @@
 
 A round is one rank that gathers, alone in its group and with 1, 2 and 64 collectives under way, so that worker threads
 often finish at the same time; and, with our gloo, one of the layouts that died, trained, saved, resumed and gathered.
-The load is busy processes beside them. A rank that dies prints where its Python threads were, with --gdb where all were.
+The load is busy processes beside them. A rank that dies prints where its Python threads
+were, with --gdb where all were.
 """
 
 import argparse

@@ -197,6 +197,22 @@ def test_a_killed_rank_ends_all_and_is_named(begin: Start) -> None:
     assert not [pid for both in pids for pid in both if alive(pid)], "processes are left, or a rank's children"
 
 
+def test_a_rank_that_aborts_leaves_in_its_log_where_it_was(begin: Start) -> None:
+    script = """
+        import os, sys
+        from components.launch.ending import run_to_exit
+
+        def train(argv):
+            os.abort()
+
+        run_to_exit(train, [])
+    """
+    launched = begin(script, NGPU="1")
+    _, _, err = launched.end(timeout=120)
+    assert "rank 0 was killed by SIGABRT" in err
+    assert re.search(r"Fatal Python error: Aborted(.|\n)* in train\n", launched.log(0))
+
+
 def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
     script = """
         import os, signal, time

@@ -1,5 +1,6 @@
 """How a rank ends: with an exit code for what happened, and without the interpreter's own tear-down."""
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -27,7 +28,11 @@ def leave(code: int) -> NoReturn:
 
 
 def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
-    """Run main and leave with its exit code, or with the one of what went wrong, which is told in a few words."""
+    """Run main and leave with its exit code, or with the one of what went wrong, which is told in a few words.
+
+    A process that a signal kills from inside (a segmentation fault, glibc's abort) prints where its threads were.
+    """
+    faulthandler.enable()
     try:
         code = main(argv)
     except SystemExit as error:
