@@ -47,7 +47,8 @@ def cpu_backend() -> str:
 
 def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
     """What torch does for "gloo", but for the number of threads."""
-    gloo, interfaces = dist.ProcessGroupGloo, os.environ.get("GLOO_SOCKET_IFNAME", "")
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks what is used of its options
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     options = gloo._Options()
     options._threads, options._timeout = 1, asked.timeout
     options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]

@@ -1,6 +1,7 @@
 """Process groups as torch makes them for a rank: each with one worker thread, on the interface that was asked for."""
 
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def gloo_options(run: train.Run) -> list[tuple[int, timedelta]]:
     """Worker threads and time-out of every group of this rank, the checkpointer's too; training's come first."""
     training = {dist.group.WORLD, *run.mesh.groups().values()}
     groups = sorted(dist.distributed_c10d._world.pg_map, key=lambda group: group not in training)
-    options = [group._get_backend(torch.device("cpu")).options for group in groups]
+    options: list[Any] = [group._get_backend(torch.device("cpu")).options for group in groups]
     return [(option._threads, option._timeout) for option in options]
 
 
