@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 
-from parallelize.stages import describe_stages
 from torch import Tensor
 
 from components.config import JobConfig
 from models import MODELS
 from parallelize.mesh import Degrees, draw_layout
 from parallelize.rules import global_batch_size
+from parallelize.schedules import describe_stages
 
 
 def describe(config: JobConfig, degrees: Degrees, parameters: Iterable[Tensor]) -> str:
