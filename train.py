@@ -29,7 +29,7 @@ from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
 from components.metrics.profiling import profiling
-from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
+from components.optimizer import build_optimizer, clip_gradients, learning_rate, state_bytes, update
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from components.state.weights import export, load_weights
@@ -318,7 +318,8 @@ def main(argv: list[str]) -> int:
         if config.job.print_config:
             print(json.dumps(to_dict(config), indent=1))
         print(describe(config, run.degrees, run.parameters))
-        print(describe_memory(run.parameters, run.pipeline.micro_batches if run.pipeline else run.accumulation_steps))
+        batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
+        print(describe_memory(run.parameters, state_bytes(config.optimizer), batches))
     try:
         code = train(run, metrics, checkpointer)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:

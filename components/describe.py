@@ -1,4 +1,4 @@
-"""What a run says when it starts: model, layout and batch."""
+"""What a run says when it starts: model, layout, batch, and a learning rate that will not reach its peak."""
 
 from collections.abc import Iterable
 
@@ -20,4 +20,12 @@ def describe(config: JobConfig, degrees: Degrees, parameters: Iterable[Tensor]) 
         lines.append(describe_stages(config.parallelism, MODELS[model.name][1][model.flavor].n_layers))
     derived = " (derived)" if training.global_batch_size == -1 else ""
     batch = f"{global_batch_size(config, degrees)} sequences of {training.seq_len} tokens a step{derived}"
-    return "\n".join([*lines, batch])
+    return "\n".join([*lines, batch, *describe_rate(config.lr_scheduler.warmup_steps, training.steps)])
+
+
+def describe_rate(warmup_steps: int, steps: int) -> list[str]:
+    """A line about a run that ends within its warm-up; none about others."""
+    if steps >= warmup_steps:
+        return []
+    end = f"training.steps = {steps} ends within lr_scheduler.warmup_steps = {warmup_steps}"
+    return [f"{end}: the rate only rises, to {steps / warmup_steps:.0%} of its peak"]

@@ -34,13 +34,17 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def describe_memory(parameters: Sequence[Tensor], batches: int) -> str:
-    """The bytes that this rank keeps, as a line of text; batches: those that a reduction of gradients is of."""
-    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
+def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
+    """The bytes that this rank keeps, as a line of text.
+
+    state_bytes: what the optimizer keeps of an element; batches: those that a reduction of gradients is of.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    elements = sum(local_part(parameter)[1].numel() for parameter in trained)
     # Those of accumulation steps and micro-batches add up unsharded, so that gradients are reduced once.
-    gradients = weights if batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
-    kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
+    gradients = elements if batches == 1 else sum(_unsharded(parameter) for parameter in trained)
+    weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
+    kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes * elements}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 

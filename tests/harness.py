@@ -294,8 +294,9 @@ def _observe(case: Case, device: torch.device) -> Observation:
         if not gradients:
             for stage in run.stages:
                 for name, parameter in stage.named_parameters():
-                    assert parameter.grad is not None, name
-                    gradients[name] = _whole(parameter.grad)
+                    assert (parameter.grad is not None) == parameter.requires_grad, name
+                    if parameter.grad is not None:
+                        gradients[name] = _whole(parameter.grad)
         return clip(*arguments)
 
     vars(train)["clip_gradients"] = clip_observed

@@ -276,7 +276,6 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("words", "key"),
     [
-        ("--lr_scheduler.warmup_steps 20 --training.steps 10", "lr_scheduler.warmup_steps"),
         ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
         ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
         (

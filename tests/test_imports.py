@@ -18,7 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "parallelize": ("components.config", "models"),
     "parallelize.rules": ("components.config", "models", "parallelize"),
     "components.launch": ("components.config", *LAYOUT),
-    "components.optimizer": ("components.config", *LAYOUT),
+    "components.optimizer": ("components.config", "models.parameters", *LAYOUT),
     "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.state": ("components.config", "components.files", "components.data", "components.launch", *LAYOUT),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),

@@ -14,7 +14,7 @@ import pydantic
 from components.config import names
 from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show
 from components.config.read import Given, read_file, read_overrides
-from components.config.tables import JobConfig
+from components.config.tables import OPTIMIZER_KEYS, JobConfig, LRScheduler, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository: relative paths of bundled assets start here."""
@@ -40,6 +40,8 @@ def load_config(argv: list[str]) -> JobConfig:
                 values[key], origins[key] = _checked(key, value, setting), setting.origin
         except ConfigError as error:
             mistakes += error.messages
+    total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
+    values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)
     # Defaults stand in for wrong values, so contradictions are looked for only among right ones.
     if mistakes := mistakes or _contradictions(config):
@@ -145,11 +147,12 @@ def _contradictions(config: JobConfig) -> list[str]:
     """Keys that are each right but cannot be meant together."""
     found = []
     training, validation, loader = config.training, config.validation, config.training.dataloader
-    total = config.lr_scheduler.total_steps or training.steps
-    if config.lr_scheduler.warmup_steps > total and "lr_scheduler.warmup_steps" in config.origins:
-        reason = f"the schedule has only {total} steps (lr_scheduler.total_steps, else training.steps)"
-        found.append(mistake(config, "lr_scheduler.warmup_steps", reason))
-    if config.lr_scheduler.total_steps is not None and total < training.steps:
+    optimizer = config.optimizer.name
+    for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
+        if f"optimizer.{key}" in config.origins:
+            found.append(mistake(config, f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'))
+    total = config.lr_scheduler.total_steps
+    if total is not None and total < training.steps:
         found.append(mistake(config, "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"))
     if loader.num_workers == 0 and loader.persistent_workers:
         found.append(mistake(config, "training.dataloader.persistent_workers", "needs num_workers of 1 or more"))

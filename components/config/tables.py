@@ -32,7 +32,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
+    """The update of weights: Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     """AdamW decays weights by themselves, Adam through the gradient."""
@@ -50,12 +50,19 @@ class Optimizer:
     """Kernel of the update; fused is fastest on CPU and CUDA."""
 
 
+OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
+    "AdamW": ("beta1", "beta2", "eps", "implementation"),
+    "Adam": ("beta1", "beta2", "eps", "implementation"),
+}
+"""optimizer.name -> the keys that it takes, beside lr and weight_decay, which all take."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
     """Warm-up, stable, decay (arXiv:2404.06395)."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0; if unset, no more than there are."""
+    """Steps of linear warm-up from 0, which may be more than the run has; if unset, no more than the schedule has."""
     total_steps: Positive | None = None
     """Length of the schedule; training.steps if unset."""
     decay_ratio: Fraction | None = None

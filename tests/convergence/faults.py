@@ -62,7 +62,7 @@ FAULTS = (
     Fault("an accumulation step's gradients dropped", "one rank", "train", "train_step",
           "part.backward()", "part.backward() if number else None"),
     Fault("weight decay on norms", "one rank", "components.optimizer", "build_optimizer",
-          '"weight_decay": 0.0', '"weight_decay": config.weight_decay'),
+          "group.decay * config", "config"),
     Fault("learning rate one step late", "one rank", "train", "train_step",
           "learning_rate(run.step,", "learning_rate(max(1, run.step - 1),"),
     Fault("data repeated after a resume", "resume 10", "train", "resume",
