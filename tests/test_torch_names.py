@@ -167,7 +167,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def test_the_start_says_it_in_one_line() -> None:
-    words = ("--job.config_file", str(RECIPE), "--parallelism.context_parallel_degree", "2")
+    words = ("--job.config_file", str(RECIPE), CP, "2", "--training.steps", "1", "--lr_scheduler.warmup_steps", "0")
     done = subprocess.run(
         [sys.executable, "-c", STARTED, *words], cwd=ROOT, capture_output=True, text=True, check=False
     )
