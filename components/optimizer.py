@@ -136,7 +136,7 @@ def update(optimizer: torch.optim.Optimizer, lr: float, finite: Tensor) -> None:
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if optimizer.param_groups[0].get("fused"):
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite.item():

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
+from models.parameters import set_trained
 from parallelize.mesh import Mesh
 
 
@@ -37,14 +38,12 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     used = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
-    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     parallelize_module(model, tp, used)
     whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     if whole:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(trained[name])  # styles register new parameters, which would all be trained
+    set_trained(model)  # styles register new parameters, which would all be trained
 
 
 def _matches(name: str, pattern: str) -> bool:

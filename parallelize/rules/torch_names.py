@@ -11,12 +11,14 @@ PROVEN = "2.13"
 PRIVATE: dict[str, dict[str, str]] = {
     "every run": {
         "torch": "_foreach_mul_ _foreach_norm",
+        "torch.distributed": "ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
+        "ProcessGroupGloo._Options._threads ProcessGroupGloo._Options._timeout",
         "torch.distributed.device_mesh": "DeviceMesh._unflatten",
         "torch.distributed.distributed_c10d": "_set_pg_timeout",
         "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
     },
     "dry run": {
-        "torch": "UntypedStorage._cdata ops.aten.mm.default._schema",
+        "torch": "UntypedStorage._cdata ops.aten._local_scalar_dense.default ops.aten.mm.default._schema",
         "torch._subclasses.fake_tensor": "FakeTensorMode",
         "torch.distributed.tensor": "DTensor._local_tensor",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
