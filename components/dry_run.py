@@ -2,27 +2,37 @@
 
     NGPU=512 ./run_train.sh --job.config_file recipes/llama405b.toml --comm.mode fake_backend
 
-train.py builds and steps as always; nothing is computed, no message leaves, and neither the tokenizer, the data nor the
-device that the recipe names is needed. Layers are not compiled.
+train.py's own functions build the run and step; nothing is computed, no message leaves, and neither the tokenizer, the
+data nor the device that the recipe names is needed. Layers are not compiled.
 """
 
+import itertools
 import math
 import os
+import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from types import SimpleNamespace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from parallelize.mesh import Mesh
+import train
+from components.config import JobConfig, load_config
+from components.describe import describe
+from components.launch.ending import run_to_exit
+from components.launch.exit_codes import ExitCode
+from components.state.init import give_memory
+from models import meta_model
+from parallelize import parallelize_model
+from parallelize.mesh import Mesh, resolve_degrees
+from parallelize.rules import check_layout
 
 _COLLECTIVES = {
     "_allgather_base_": "gather",
@@ -35,6 +45,8 @@ _COLLECTIVES = {
     "send": "send",
 }
 """Operations of torch, in the names that docs/ use."""
+_FILLS = ("copy_", "split_with_sizes_copy")
+"""Operations by which FSDP puts a gathered weight in its place, first and every other time."""
 
 
 def init_fake_group() -> torch.device:
@@ -44,18 +56,6 @@ def init_fake_group() -> torch.device:
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     return torch.device("cpu")
-
-
-@cache
-def _fake_mode() -> Any:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)  # the mesh's own tensors are real
-
-
-def fake_tensors(mode: str) -> AbstractContextManager[Any]:
-    """Where tensors are fake if comm.mode is "fake_backend"; gives None where they are real."""
-    return _fake_mode() if mode == "fake_backend" else nullcontext()
 
 
 class Meter(TorchDispatchMode):
@@ -75,23 +75,9 @@ class Meter(TorchDispatchMode):
         self.sent: dict[tuple[str, str], list[int]] = {}
         """(dimension, kind): number and bytes."""
         self._sizes: dict[int, int] = {}
+        self._filled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that may be freed without an operation: FSDP resizes those of gathered weights to nothing."""
         self._keep(tensors)
-
-    def __enter__(self) -> "Meter":
-        # FSDP frees what it has gathered by resizing it to nothing.
-        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
-
-        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            result = self._resize(storage, size)
-            self._set(storage._cdata, storage.nbytes() if storage._cdata in self._sizes else None)
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
-        return super().__enter__()
-
-    def __exit__(self, *failure: object) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*failure)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
@@ -99,6 +85,8 @@ class Meter(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self._keep(result)
         space, _, name = function._schema.name.partition("::")
+        if name in _FILLS:
+            self._keep((kwargs or {}).get("out", args[0]), may_be_freed=True)
         if space in ("c10d", "_c10d_functional") and name in _COLLECTIVES:
             self._count(_COLLECTIVES[name], space, function._schema, args, result)
         return result
@@ -107,23 +95,38 @@ class Meter(TorchDispatchMode):
         """Before the optimizer's step, which on fake tensors copies all that it changes."""
         self.peak_before_update = self.peak
 
-    def _keep(self, values: Any) -> None:
+    def _keep(self, values: Any, may_be_freed: bool = False) -> None:
         for value in tree_leaves(values):
             if isinstance(value, Tensor):
                 storage = getattr(value, "_local_tensor", value).untyped_storage()
-                if storage._cdata not in self._sizes:
-                    self._sizes[storage._cdata] = 0
-                    self._set(storage._cdata, storage.nbytes())
-                    weakref.finalize(storage, self._drop, storage._cdata)
+                key = storage._cdata
+                is_new = key not in self._sizes  # and no view
+                if is_new:
+                    self._sizes[key] = 0
+                    weakref.finalize(storage, self._drop, key)
+                if may_be_freed:
+                    self._filled[key] = weakref.ref(storage)
+                if is_new or may_be_freed:
+                    self._set(key, storage.nbytes())
 
-    def _set(self, key: int, size: int | None) -> None:
-        if size is not None:
-            self.bytes += size - self._sizes[key]
-            self._sizes[key] = size
+    def _set(self, key: int, size: int) -> None:
+        self.bytes += size - self._sizes[key]
+        self._sizes[key] = size
+        if self.bytes > self.peak:
+            self._forget_freed()
             self.peak = max(self.peak, self.bytes)
+
+    def _forget_freed(self) -> None:
+        for key, reference in list(self._filled.items()):
+            storage = reference()
+            if storage is None or not storage.nbytes():
+                del self._filled[key]
+                self.bytes -= self._sizes[key]
+                self._sizes[key] = 0
 
     def _drop(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key, 0)
+        self._filled.pop(key, None)
 
     def _count(self, kind: str, space: str, schema: Any, args: Any, result: Any) -> None:
         given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
@@ -139,20 +142,34 @@ class Meter(TorchDispatchMode):
             count[1] += tensor.numel() * tensor.element_size()
 
 
-@contextmanager
-def stages_that_agree() -> Iterator[None]:
-    """Where stages of a pipeline, which in the first step ask each other whether all know their shapes, are told so."""
-    from torch.distributed.pipelining.stage import PipelineStage
+class _Rehearsal(Meter):
+    """Answers the only value that a step reads: yes, all stages of the pipeline were told their shapes."""
 
-    votes = {name: getattr(PipelineStage, name) for name in ("_warmup_forward_vote", "_warmup_backward_result")}
-    all_known = SimpleNamespace(item=lambda: 1)
-    for name in votes:
-        setattr(PipelineStage, name, lambda *args, **kwargs: all_known)
-    try:
-        yield
-    finally:
-        for name, vote in votes.items():
-            setattr(PipelineStage, name, vote)
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1
+        return super().__torch_dispatch__(function, types, args, kwargs)
+
+
+def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
+    """Build and step as the rank that RANK says, of WORLD_SIZE, on fake tensors: what it would hold and send."""
+    device, training = init_fake_group(), config.training
+    config = replace(config, compile=replace(config.compile, enable=False))
+    degrees = resolve_degrees(config, dist.get_world_size())
+    check_layout(config, degrees)
+    mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
+    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel)
+    stages = parallelize_model(config.model.name)(whole, mesh, config)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)  # the mesh's own tensors are real
+    with fake:
+        give_memory(stages, device)
+    run = train.assemble(config, device, mesh, stages, None, None)
+    with fake, _Rehearsal(run.mesh, run.parameters) as meter:
+        run.optimizer.register_step_pre_hook(meter.note_update)
+        names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
+        batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
+        train.train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
+    return run, meter
 
 
 def report(meter: Meter, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> str:
@@ -176,3 +193,16 @@ def report(meter: Meter, parameters: Sequence[Tensor], optimizer: torch.optim.Op
 def _bytes(tensors: Iterable[Tensor]) -> int:
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in local)
+
+
+def main(argv: list[str]) -> int:
+    """One rank's dry run, printed; returns its exit code."""
+    run, meter = rehearse(load_config(argv))
+    what = describe(run.config, run.degrees, run.parameters)
+    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {what}")
+    print(report(meter, run.parameters, run.optimizer))
+    return ExitCode.DONE
+
+
+if __name__ == "__main__":
+    run_to_exit(main, sys.argv[1:])

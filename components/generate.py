@@ -10,7 +10,7 @@ attention keeps the keys and values of those before it. The model's code knows n
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ from components.state.checkpoint import load_tensors
 from components.state.folder import find_checkpoint
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
+from models.attention import AttentionCore, Visible
 from models.hugging_face import from_hugging_face
-from models.layers import AttentionCore
 from parallelize import parallelize_model
 from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
@@ -141,14 +141,12 @@ class CachedCore(AttentionCore):
         super().__init__()
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        assert mask is None, "the tokens are of one document"
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        assert visible.documents_BT is None, "the tokens are of one document"
         if self.kept is not None:
             k, v = torch.cat((self.kept[0], k), dim=2), torch.cat((self.kept[1], v), dim=2)
         self.kept = k, v
-        new, total = q.shape[2], k.shape[2]
-        causal = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        return super().forward(q, k, v, causal[None, None])
+        return super().forward(q, k, v, self.kernel.prepare(replace(visible, keys=k.shape[2])))
 
 
 @torch.no_grad()

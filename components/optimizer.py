@@ -1,55 +1,101 @@
-"""Adam, its learning rate at a step, the gradient norm, and an update that skips what is not finite."""
+"""Optimizers, the learning rate at a step, the gradient norm, and an update that skips what is not finite."""
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import LRScheduler, Optimizer
+from models.parameters import Kind, Role
 from parallelize.sharding import local_part
 
 
+@dataclass(frozen=True)
+class Group:
+    """What the optimizer does otherwise with some parameters."""
+
+    rate: float = 1.0
+    """Factor of the learning rate of each step."""
+    decay: float = 1.0
+    """Factor of optimizer.weight_decay."""
+
+
+GROUPS: dict[Role, Group] = {
+    "embedding": Group(),
+    "matrix": Group(),
+    "norm": Group(decay=0.0),
+    "head": Group(),
+}
+
+
+def _adam(config: Optimizer) -> dict[str, Any]:
+    kernel = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
+    return {"betas": (config.beta1, config.beta2), "eps": config.eps, **kernel}
+
+
+MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
+"""Of groups of parameters, which have their weight decay, and of the keys of [optimizer]."""
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": lambda groups, config: torch.optim.AdamW(groups, **_adam(config)),
+    "Adam": lambda groups, config: torch.optim.Adam(groups, **_adam(config)),
+}
+"""optimizer.name -> how it is made."""
+
+RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
+    "linear": lambda progress: 1 - progress,
+    "sqrt": lambda progress: 1 - math.sqrt(progress),
+    "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+}
+"""lr_scheduler.decay_type -> how much of the rate is left, from 1 to 0, of the progress of the decay, from 0 to 1."""
+
+
 def build_optimizer(stages: list[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
-    """Adam or AdamW over the parameters of all stages; vectors (norms) are in a group without weight decay."""
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    """The optimizer of the parameters of all stages that are trained, grouped by their roles."""
+    parameters: dict[Group, list[nn.Parameter]] = {group: [] for group in GROUPS.values()}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            kind: Kind = stage.kind(name)  # type: ignore[operator]
+            if kind.trained:
+                parameters[GROUPS[kind.role]].append(parameter)
     groups = [
-        {"params": [parameter for parameter in parameters if parameter.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [parameter for parameter in parameters if parameter.ndim <= 1], "weight_decay": 0.0},
+        {"params": members, "lr": config.lr, "rate": group.rate, "weight_decay": group.decay * config.weight_decay}
+        for group, members in parameters.items()
     ]
-    return {"AdamW": torch.optim.AdamW, "Adam": torch.optim.Adam}[config.name](
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=config.implementation == "fused",
-        foreach=config.implementation == "foreach",
-    )
+    return OPTIMIZERS[config.name](groups, config)
+
+
+def state_bytes(config: Optimizer) -> int:
+    """Bytes that the optimizer keeps of each element that it trains, found by a step on one."""
+    element = nn.Parameter(torch.zeros(1, 1))
+    element.grad = torch.zeros(1, 1)
+    optimizer = OPTIMIZERS[config.name]([{"params": [element]}], config)
+    optimizer.step()
+    kept = optimizer.state[element].values()
+    return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)
 
 
 def learning_rate(step: int, config: LRScheduler, peak: float, training_steps: int) -> float:
     """The learning rate of a step, counted from 1: warm-up to the peak, stable, then decay to its minimum.
 
-    A function of the step alone, so there is nothing to save.
+    A function of the step alone, so there is nothing to save; a run may end before the warm-up does.
     """
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
     total = config.total_steps or training_steps
-    warmup_steps = min(config.warmup_steps, total)
-    decay_steps = total - warmup_steps if config.decay_ratio is None else round(total * config.decay_ratio)
-    decay_steps = min(decay_steps, total - warmup_steps)
-    if step <= warmup_steps:
-        return peak * step / warmup_steps
+    decay_steps = total - config.warmup_steps
+    if config.decay_ratio is not None:
+        decay_steps = min(decay_steps, round(total * config.decay_ratio))
     progress = max(0, step - (total - decay_steps)) / max(1, decay_steps)
-    shape = {
-        "linear": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[config.decay_type]
+    shape = RATE_SCHEDULES[config.decay_type](progress)
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * shape)
 
 
-def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+def local_gradients(parameters: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
     """This rank's parts of the gradients, by the groups over whose ranks they are split."""
     parts: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
@@ -59,12 +105,12 @@ def local_gradients(parameters: Iterable[Tensor]) -> dict[tuple[dist.ProcessGrou
     return parts
 
 
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:
+def clip_gradients(parameters: Sequence[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
     The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
     layout. Squares are summed in float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently
-    for each way to split it.
+    for each way to split it. A pipeline's rank may have no gradient at all.
     """
     parts = local_gradients(parameters)
     squares = []
@@ -73,7 +119,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.P
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    total = torch.stack(squares).sum()
+    total = torch.stack(squares or [torch.zeros((), dtype=torch.float64, device=parameters[0].device)]).sum()
     if stages is not None:
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().float()
@@ -86,11 +132,11 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, stages: dist.P
 def update(optimizer: torch.optim.Optimizer, lr: float, finite: Tensor) -> None:
     """One step at this learning rate; where `finite` is false, weights and moments keep every bit.
 
-    The fused kernel decides on the device. The other implementations cannot, so there the host waits and decides.
+    torch's fused kernels decide on the device. Other optimizers cannot, so there the host waits and decides.
     """
     for group in optimizer.param_groups:
-        group["lr"] = lr
-    if optimizer.param_groups[0]["fused"]:
+        group["lr"] = lr * group["rate"]
+    if optimizer.param_groups[0].get("fused"):
         optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
         optimizer.step()
     elif finite.item():

@@ -60,13 +60,12 @@ def main(argv: list[str]) -> int:
         degrees = resolve_degrees(config, settings.world_size)
         for warning in warnings(config, degrees, settings.ranks):
             print(f"warning: {warning}", file=sys.stderr)
-        command = [sys.executable, str(TRAIN), *argv]
         if config.comm.mode == "fake_backend":
-            return rehearse(settings, command)
+            return rehearse(settings, argv)
         from components.data.__main__ import prepare_all
 
         prepare_all(config)
-        return start(config, settings, command)
+        return start(config, settings, [sys.executable, str(TRAIN), *argv])
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
         return ExitCode.CONFIG
@@ -112,11 +111,13 @@ def check_initial_weights(config: JobConfig) -> None:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
 
 
-def rehearse(settings: Settings, command: list[str]) -> int:
+def rehearse(settings: Settings, argv: list[str]) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
+    command = [sys.executable, "-P", "-m", "components.dry_run", *argv]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-        if code := subprocess.run(command, env={**os.environ, **numbers}).returncode:
+        if code := subprocess.run(command, env={**os.environ, **numbers, "PYTHONPATH": path}).returncode:
             return code
     return ExitCode.DONE
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 
+from models.attention import choose_kernel
+
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
 MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.items() if hasattr(module, "MODEL")}
 
 
-def meta_model(name: str, flavor: str) -> Any:
+def meta_model(name: str, flavor: str, attention_kernel: str = "auto") -> Any:
     """The model as one device would have it, on the meta device: without memory."""
     model_class, flavors = MODELS[name]
     with torch.device("meta"):
-        return model_class(flavors[flavor])
+        model = model_class(flavors[flavor])
+    choose_kernel(model, attention_kernel)
+    return model

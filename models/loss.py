@@ -42,25 +42,32 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros((), device=hidden.device)
         # Sums over chunks are kept in float32.
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if with_gradient else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
+        wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
+        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         chunk = _CHUNK_TOKENS[hidden.device.type]
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             loss_of_chunk, gradient = loss(hidden[rows] @ weight.T, labels[rows])
             total += loss_of_chunk
-            if of_hidden is not None and of_weight is not None:
-                gradient = gradient.to(hidden.dtype)
+            if not any(wanted):
+                continue
+            gradient = gradient.to(hidden.dtype)
+            if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[rows])
-                if weight.dtype == torch.float32:
-                    of_weight.addmm_(gradient.T, hidden[rows])
-                else:
-                    of_weight += gradient.T @ hidden[rows]
+            if of_weight is not None and weight.dtype == torch.float32:
+                of_weight.addmm_(gradient.T, hidden[rows])
+            elif of_weight is not None:
+                of_weight += gradient.T @ hidden[rows]
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden * scale.to(of_hidden.dtype), (of_weight * scale).to(ctx.weight_dtype), None, None, None
+        return (
+            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
+            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            *(None, None, None),
+        )

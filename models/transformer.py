@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from models.attention import Visibility, Visible
 from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
-from models.layers import Attention, AttentionMask, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+from models.layers import Attention, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_kind, set_trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,8 @@ class TransformerConfig:
     """Of each head, where it is not dim / n_heads."""
     qk_norm: bool = False
     """Queries and keys are normed, each head by itself, before they are rotated."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that are not trained, as patterns like those of KINDS: ("tok_embeddings", "layers.0")."""
 
     @property
     def head_dim(self) -> int:
@@ -48,8 +52,8 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, mask)
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
         return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
 
 
@@ -58,6 +62,8 @@ class Transformer(nn.Module):
 
     block: type[nn.Module] = Block
     """What a layer is."""
+    kinds: ClassVar[dict[str, Kind]] = KINDS
+    """What its parameters are."""
     hf_names: ClassVar[dict[str, str]] = NAMES
     """Module names here -> Hugging Face's."""
     hf_type: ClassVar[str] = ""
@@ -69,11 +75,13 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
-        self.mask = AttentionMask()
+        self.visibility = Visibility()
         self.layers = nn.ModuleDict({str(layer): self.block(config) for layer in range(config.n_layers)})
         self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
         self.tie_weights()
+        check_frozen(config.frozen, (name for name, _ in self.named_parameters()))
+        set_trained(self)
 
     def tie_weights(self) -> None:
         """Share the embedding's table with the head, where the model ties them; again after memory was given."""
@@ -97,13 +105,18 @@ class Transformer(nn.Module):
         config = self.config
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
         cos, sin = rotary_cos_sin(positions, frequencies)
-        mask = self.mask(positions, document_ids)
+        visible = self.visibility(positions, document_ids)
         x_BSD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
         for block in self.layers.values():
-            x_BSD = block(x_BSD, cos, sin, mask)
+            x_BSD = block(x_BSD, cos, sin, visible)
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels)
+
+    def kind(self, name: str) -> Kind:
+        """What a parameter is, and whether it is trained."""
+        tied = {"tok_embeddings": TIED_EMBEDDING} if self.config.tie_embeddings else {}
+        return find_kind(name, self.kinds | tied, self.config.frozen)
 
     def hf_name(self, name: str) -> str:
         """Hugging Face's name of a parameter."""
@@ -128,20 +141,19 @@ class Transformer(nn.Module):
 
         0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2).
         """
-        if "norm" in name:
+        kind = self.kind(name)
+        if kind.role == "norm":
             return None
-        writes_residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
-        return 0.02 / (2 * self.config.n_layers) ** 0.5 if writes_residual else 0.02
+        return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
         """FLOPs of forward and backward a token: attention over all pairs (PaLM), and over causal ones (Megatron).
 
         6 N + 12 L H K S, and half the second term; N counts parameters in matrix products: the head, not the
-        embedding, and not twice where they are tied.
+        embedding, and not twice where they are tied. A frozen one counts 4: it has no gradient, but its input does.
         """
         config = self.config
-        matmul = sum(parameter.numel() for name, parameter in self.named_parameters() if "norm" not in name)
-        if not config.tie_embeddings:
-            matmul -= config.vocab_size * config.dim
+        sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
+        products = sum((6 if kind.trained else 4) * size for kind, size in sizes if kind.multiplied)
         attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
-        return 6 * matmul + attention, 6 * matmul + attention // 2
+        return products + attention, products + attention // 2

@@ -4,7 +4,7 @@ A layer's `forward` is wrapped and not the layer, so that no parameter changes i
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def _keep_costly_results() -> Any:
         if operation in _PRODUCTS:
             products[context.is_recompute] += 1
             return _keep(products[context.is_recompute] % 2 == 1)
-        return _keep(operation in _KEPT)
+        return _keep(operation in _kept())
 
     return create_selective_checkpoint_contexts(policy)
 
@@ -55,14 +55,18 @@ def _keep(kept: bool) -> CheckpointPolicy:
 
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
-_KEPT: set[Callable] = {
-    _aten._scaled_dot_product_flash_attention.default,
-    _aten._scaled_dot_product_efficient_attention.default,
-    _aten._scaled_dot_product_cudnn_attention.default,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default,
-    # What ranks sent each other is not sent again.
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-}
+
+
+@cache
+def _kept() -> set[Callable]:
+    return {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        # What ranks sent each other is not sent again.
+        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        torch.ops._c10d_functional.reduce_scatter_tensor.default,
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.all_to_all_single.default,
+    }

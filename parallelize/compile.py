@@ -1,21 +1,22 @@
 """torch.compile of each layer, and of the loss: what lies between matrix products becomes few kernels."""
 
 import torch
-import torch._functorch.config
 from torch import nn
 
 from components.config import Compile, Parallelism
 from parallelize.mesh import Mesh
-from parallelize.stages import SPLIT_BACKWARD
+from parallelize.schedules import schedule_of
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
     """Compile every layer's `forward`, so that no parameter changes its name; equal layers share what is compiled."""
     if not config.enable:
         return
+    from torch._functorch import config as functorch
+
     # Backward may overwrite what forward has saved, unless it comes twice: for inputs, and for weights.
-    splits = mesh["pp"].size() > 1 and parallelism.pipeline_parallel_schedule in SPLIT_BACKWARD
-    torch._functorch.config.donated_buffer = not splits
+    splits = mesh["pp"].size() > 1 and schedule_of(parallelism).splits_backward
+    functorch.donated_buffer = not splits
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
             _overlap_tensor_parallel(mesh)

@@ -1,24 +1,23 @@
 """Context parallel: each sequence split over cp ranks, which exchange what attention needs.
 
-Three methods, each installed on the model's parameterless attention cores (and its mask):
+Three methods, each installed on the model's parameterless attention cores (and on what says what they may see):
   ring          torch's ring attention, in its module form (arXiv:2310.01889)
   allgather_kv  keys and values are gathered, queries stay (arXiv:2407.21783, section 3.3.2)
   ulysses       heads are exchanged for the whole sequence, and back (arXiv:2309.14509)
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torch.distributed.tensor.parallel import parallelize_module
 
 from components.config import Parallelism
-from models.layers import AttentionCore, AttentionMask, raise_to_largest_logit, visible
+from models.attention import AttentionCore, Visibility, Visible, raise_to_largest_logit
 from parallelize.mesh import Mesh
 
 aten = torch.ops.aten
@@ -34,18 +33,21 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         _configure_ring(balanced, parallelism.context_parallel_rotate_method)
     for name, module in list(model.named_modules()):
         parent = model.get_submodule(name.rpartition(".")[0])
-        replacement: nn.Module | None = None
+        replacement: AttentionCore | Visibility | None = None
         if isinstance(module, AttentionCore):
             replacement = {
                 "ring": lambda: _RingCore(balanced),
-                "allgather_kv": lambda: _GatheringCore(cp),
+                "allgather_kv": lambda: _GatheringCore(cp, balanced),
                 "ulysses": lambda: _UlyssesCore(cp, balanced),
             }[method]()
-        elif isinstance(module, AttentionMask) and method != "ring":
-            replacement = _ContextMask(cp, balanced, own_queries=method == "allgather_kv")
+        elif isinstance(module, Visibility) and method != "ring":
+            replacement = _WholeSequence(cp, balanced, own_queries=method == "allgather_kv")
         if replacement is not None:
+            replacement.kernel = module.kernel
             setattr(parent, name.rpartition(".")[2], replacement)
         if isinstance(replacement, _RingCore):
+            from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
             style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
             parallelize_module(replacement, cp, style)
 
@@ -62,15 +64,26 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
 
 
 def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
-    """Places in the sequence (length,), in the order in which ranks hold them: equal parts, one rank's after another's.
+    """Places in the sequence (length,), in the order in which ranks hold them: one rank's pieces after another's."""
+    pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, length, ranks, balanced)]
+    return torch.cat([torch.arange(start, stop) for start, stop in pieces])
 
-    Balanced, a rank has one of 2 x ranks pieces from the head and its counterpart from the tail.
+
+def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
+    """Where the pieces of a sequence that a rank holds start and stop: its equal part.
+
+    Balanced, one of 2 x ranks pieces from the head and its counterpart from the tail.
     """
-    order = torch.arange(length)
+    numbers = (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
+    size = length // (ranks * len(numbers))
+    return [(number * size, (number + 1) * size) for number in numbers]
+
+
+def _sorted(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
+    """What all ranks hold, one after another along this dimension, in the order of the sequence."""
     if not balanced:
-        return order
-    pieces = order.chunk(2 * ranks)
-    return torch.cat([piece for rank in range(ranks) for piece in (pieces[rank], pieces[2 * ranks - 1 - rank])])
+        return tensor
+    return tensor.index_select(dim, sequence_order(tensor.shape[dim], ranks, balanced).argsort().to(tensor.device))
 
 
 # Ring
@@ -83,8 +96,8 @@ class _RingCore(AttentionCore):
         super().__init__()
         self.balanced = balanced
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        assert mask is None, "the ring takes no mask"
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        assert visible.is_causal, "the ring takes no mask"
         if self.largest_logit is not None:
             self._observe(q, k, self.largest_logit)
         if q.device.type == "cpu":
@@ -99,15 +112,17 @@ class _RingCore(AttentionCore):
         """Of this rank's queries, and of all keys, which are gathered for it."""
         assert isinstance(q, DTensor)
         assert isinstance(k, DTensor)
-        cp = q.device_mesh
-        order = sequence_order(q.shape[2], cp.size(), self.balanced).to(largest.device)
-        keys = k.full_tensor().index_select(2, order.argsort())
-        places = order.chunk(cp.size())[cp.get_local_rank()]
-        raise_to_largest_logit(largest, q.to_local(), keys, None, places)
+        cp, length = q.device_mesh, q.shape[2]
+        keys = _sorted(k.full_tensor(), 2, cp.size(), self.balanced)
+        pieces = pieces_of(cp.get_local_rank(), length, cp.size(), self.balanced)
+        for queries, (_, stop) in zip(q.to_local().chunk(len(pieces), dim=2), pieces, strict=True):
+            raise_to_largest_logit(largest, queries, keys[:, :, :stop], None, None)
 
 
 def _configure_ring(balanced: bool, rotate_method: str) -> None:
     """torch keeps these settings for the whole process. Its table of kernels lacks the CPU's, which is added."""
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
     ring._cp_options.enable_load_balance = balanced
     ring.set_rotate_method(rotate_method)
@@ -118,6 +133,8 @@ def _configure_ring(balanced: bool, rotate_method: str) -> None:
 
 
 def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     query, key, value, _, is_causal = args
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
@@ -131,6 +148,8 @@ def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _ring_backward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
     gradient, query, key, value, out, logsumexp, _, is_causal = args
 
     def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
@@ -154,43 +173,44 @@ def _as_many_heads(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-# Methods that take any mask
+# Methods that take whatever may be seen
 
 
-class _ContextMask(AttentionMask):
-    """The mask over the whole sequence: of this rank's queries, or of all."""
+class _WholeSequence(Visibility):
+    """What may be seen in the whole sequence: all of it, or by each piece of this rank's queries."""
 
     def __init__(self, cp: DeviceMesh, balanced: bool, own_queries: bool) -> None:
         super().__init__()
         self.cp, self.balanced, self.own_queries = cp, balanced, own_queries
 
-    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Tensor | None:
-        if document_ids_BS is None and not self.own_queries:
-            return None
-        order = sequence_order(positions_BS.shape[1] * self.cp.size(), self.cp.size(), self.balanced)
-        order = order.to(positions_BS.device)
-        documents = document_ids_BS = positions_BS.new_zeros(1, 1) if document_ids_BS is None else document_ids_BS
-        if documents.numel() > 1:
-            documents = DTensor.from_local(documents, self.cp, [Shard(1)], run_check=False).full_tensor()
-        if self.own_queries:
-            mine = order.chunk(self.cp.size())[self.cp.get_local_rank()]
-            return visible(mine, order, document_ids_BS, documents)
-        documents = documents[:, order.argsort()]
-        index = torch.arange(len(order), device=order.device)
-        return visible(index, index, documents, documents)
+    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
+        ranks, length = self.cp.size(), positions_BS.shape[1] * self.cp.size()
+        if document_ids_BS is not None:
+            gathered = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
+            document_ids_BS = _sorted(gathered, 1, ranks, self.balanced)
+        whole = Visible(length, length, positions_BS.device, document_ids_BS, window)
+        if not self.own_queries:
+            return self.kernel.prepare(whole)
+        pieces = pieces_of(self.cp.get_local_rank(), length, ranks, self.balanced)
+        return replace(whole, made=[self.kernel.prepare(whole.part(*piece)) for piece in pieces])
 
 
 class _GatheringCore(AttentionCore):
     """Own queries, all keys and values. Their gradients are summed back to the ranks that they came from."""
 
-    def __init__(self, cp: DeviceMesh) -> None:
+    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
         super().__init__()
-        self.cp = cp
+        self.cp, self.balanced = cp, balanced
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)
-        k, v = keys_and_values.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return super().forward(q, k, v, mask)
+        gathered = keys_and_values.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        k, v = _sorted(gathered, 3, self.cp.size(), self.balanced)
+        parts: list[Visible] = visible.made
+        out = []
+        for queries, part in zip(q.chunk(len(parts), dim=2), parts, strict=True):
+            out.append(super().forward(queries, k[:, :, : part.keys], v[:, :, : part.keys], part))
+        return torch.cat(out, dim=2)
 
 
 class _UlyssesCore(AttentionCore):
@@ -200,25 +220,28 @@ class _UlyssesCore(AttentionCore):
         super().__init__()
         self.cp, self.balanced = cp, balanced
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         ranks = self.cp.size()
         if k.shape[1] < ranks:
             k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))
-        q, k, v = (self._to_heads(tensor) for tensor in (q, k, v))
-        if not self.balanced:
-            return self._to_sequence(super().forward(q, k, v, mask))
-        order = sequence_order(q.shape[2], ranks, balanced=True).to(q.device)
-        q, k, v = (tensor.index_select(2, order.argsort()) for tensor in (q, k, v))
-        return self._to_sequence(super().forward(q, k, v, mask).index_select(2, order))
+        q, k, v = (_sorted(self._to_heads(tensor), 2, ranks, self.balanced) for tensor in (q, k, v))
+        out = super().forward(q, k, v, visible)
+        if self.balanced:
+            out = out.index_select(2, sequence_order(out.shape[2], ranks, balanced=True).to(out.device))
+        return self._to_sequence(out)
 
     def _to_heads(self, x_BHSK: Tensor) -> Tensor:
         """(B, H, S / cp, K) -> (B, H / cp, S, K)."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
         parts = x_BHSK.unflatten(1, (self.cp.size(), -1)).movedim(1, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
         return parts.movedim(0, 2).flatten(2, 3)
 
     def _to_sequence(self, x_BHSK: Tensor) -> Tensor:
         """(B, H / cp, S, K) -> (B, H, S / cp, K)."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
         parts = x_BHSK.unflatten(2, (self.cp.size(), -1)).movedim(2, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
         return parts.movedim(0, 1).flatten(1, 2)

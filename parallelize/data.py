@@ -2,36 +2,35 @@
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from components.config import Parallelism, Training
-from parallelize.mesh import Mesh
 
 
-def apply_data_parallel(model: nn.Module, mesh: Mesh, training: Training, parallelism: Parallelism) -> None:
-    """Shard parameters over dp_shard x cp, replicate them over dp_replicate, and compute in the precision asked for.
+def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+    """Split parameters over the last dimension of shards, copy them over the one before, compute in bf16 if asked to.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's tokens.
     One rank is wrapped only for bfloat16, so that it means the same at every degree, and for offloading.
     """
     precision = getattr(torch, training.mixed_precision_param)
-    ranks = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
-    if ranks.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
+    if shards.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
         return
     # Inputs are not cast: token ids must not be, the hidden state already is, and rotary angles stay in float32.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
     )
-    on_cuda = mesh.device_type == "cuda"
+    on_cuda = shards.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     reshard = parallelism.fsdp_reshard_after_forward
-    if reshard == "default" and mesh["pp"].size() > 1:
+    if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
         reshard = "never"  # else each of the pipeline's micro-batches would gather all weights again
 
     def shard(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
         fully_shard(
             modules,
-            mesh=ranks,
+            mesh=shards,
             mp_policy=policy,
             offload_policy=offload,
             reshard_after_forward=reshard_after_forward,

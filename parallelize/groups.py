@@ -43,8 +43,8 @@ def cpu_backend() -> str:
 
 
 def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
-    """What torch does for "gloo", whose options it does not take, but for the number of threads."""
-    gloo: Any = dist.ProcessGroupGloo
+    """What torch does for "gloo", but for the number of threads: it takes no options for it."""
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks what is used of its options
     options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
     options._threads, options._timeout = 1, asked.timeout
     options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]

@@ -1,4 +1,4 @@
-"""How Llama is laid out over ranks: the tensor parallel plan, and the fixed order."""
+"""How Llama is laid out over ranks: its tensor parallel plan."""
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -11,32 +11,14 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config import JobConfig, Parallelism
-from parallelize.activation import apply_activation_checkpoint
-from parallelize.compile import apply_compile
-from parallelize.context import apply_context_parallel
-from parallelize.data import apply_data_parallel
-from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
-from parallelize.pipeline import split_stages
-from parallelize.tensor import (
-    Replicated,
-    VocabularyParallelEmbedding,
-    VocabularyParallelHead,
-    apply_tensor_parallel,
-)
+from parallelize.order import parallelize
+from parallelize.tensor import Replicated, VocabularyParallelEmbedding, VocabularyParallelHead
 
 
 def parallelize_llama(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
-    """The stages of the model that this rank holds, still on the meta device. The order is that of __init__.py."""
-    stages = split_stages(model, mesh, config.parallelism)
-    for stage in stages:
-        apply_float8(stage, config.model, config.quantize.linear.float8)
-        apply_tensor_parallel(stage, mesh, llama_tp_plan(config.parallelism))
-        apply_context_parallel(stage, mesh, config.parallelism)
-        apply_compile(stage, mesh, config.compile, config.parallelism)
-        apply_activation_checkpoint(stage, config.activation_checkpoint)
-        apply_data_parallel(stage, mesh, config.training, config.parallelism)
-    return stages
+    """The stages of the model that this rank holds, laid out and still on the meta device."""
+    return parallelize(model, mesh, config, llama_tp_plan(config.parallelism))
 
 
 def llama_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:

@@ -109,7 +109,7 @@ class Mesh:
         self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self.device_type = device_type
+        self.degrees, self.device_type = degrees, device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         if names not in self._slices:  # each slice that torch makes is a new object, at some cost

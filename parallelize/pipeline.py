@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Mesh
-from parallelize.stages import ONE_STAGE, modules_of_stages, number_of_stages, stages_of_rank
+from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -72,7 +71,7 @@ class Pipeline:
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         """Of one call of forward_backward."""
         tokens, hidden, loss = _passed_on(dim, config)
-        # Were they not told, stages would run once on whatever is in memory, to learn them.
+        # Without these, stages would run a forward for shape inference in the first step.
         parts = [
             PipelineStage(
                 module,
@@ -85,10 +84,10 @@ class Pipeline:
             )
             for number, module in self._modules.items()
         ]
-        name = parallelism.pipeline_parallel_schedule
-        # One object for these stages, for ever: after a second one DualPipeV's gradients are wrong.
-        self._schedule = get_schedule_class(name)(
-            parts[0] if name in ONE_STAGE else parts,
+        schedule = schedule_of(parallelism)
+        # One schedule object for the life of these stages: with a second one DualPipeV's gradients are wrong.
+        self._schedule = schedule.load()(
+            parts[0] if schedule.one_stage else parts,
             n_microbatches=self.micro_batches,
             loss_fn=self._divided,
             scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead

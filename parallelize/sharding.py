@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """What this rank holds of a parameter, and where that begins in the full tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), offset
 
@@ -33,13 +34,17 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def describe_memory(parameters: Sequence[Tensor], micro_batches: int) -> str:
-    """The bytes that this rank keeps, as a line of text; micro_batches: those that it adds up before it reduces."""
-    local = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in local)
-    # Micro-batches add up unsharded, so that gradients are reduced once.
-    gradients = weights if micro_batches == 1 else 4 * sum(_unsharded(parameter) for parameter in parameters)
-    kept = {"weights": weights, "gradients": gradients, "optimizer state": 2 * weights}
+def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
+    """The bytes that this rank keeps, as a line of text.
+
+    state_bytes: what the optimizer keeps of an element; batches: those that a reduction of gradients is of.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    elements = sum(local_part(parameter)[1].numel() for parameter in trained)
+    # Those of accumulation steps and micro-batches add up unsharded, so that gradients are reduced once.
+    gradients = elements if batches == 1 else sum(_unsharded(parameter) for parameter in trained)
+    weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
+    kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes * elements}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
+from models.parameters import set_trained
 from parallelize.mesh import Mesh
 
 
@@ -42,6 +43,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     if whole:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
+    set_trained(model)  # styles register new parameters, which would all be trained
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -9,7 +9,6 @@ take none. A rank does its actions in the schedule's order, each as soon as what
 import argparse
 import itertools
 import re
-import typing
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +18,12 @@ import torch
 from torch import nn
 
 from components.config import Parallelism
-from parallelize.stages import ONE_STAGE, V_SHAPED
+from parallelize.schedules import SCHEDULES, stages_of_rank
 
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
 Step = tuple[Action, ...]
 """One action, or a forward and a backward that torch runs as one: nobody has their results before both are done."""
-SCHEDULES: tuple[str, ...] = typing.get_args(typing.get_type_hints(Parallelism)["pipeline_parallel_schedule"])
 
 
 @dataclass(frozen=True)
@@ -40,31 +38,34 @@ class Box:
     end: int
 
 
-def actions(schedule: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
-    """What torch's schedule makes each rank do, in order. Raises ValueError if it does not take so many micro-batches.
+def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
+    """What a schedule makes each rank do, in order. Raises ValueError for a number of micro-batches it does not take.
 
     stages_a_rank is for schedules that may have more than two.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import get_schedule_class
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    count = pp * (1 if schedule in ONE_STAGE else 2 if schedule in V_SHAPED else stages_a_rank)
+    schedule = SCHEDULES[name]
+    count = pp * int(max(schedule.stages_a_rank[0], min(stages_a_rank, schedule.stages_a_rank[1])))
+    settings = Parallelism(pipeline_parallel_schedule=name, pipeline_parallel_degree=pp)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pp)
     try:
-        numbers = [0, count - 1] if schedule in V_SHAPED else range(0, count, pp)
-        stages = [PipelineStage(nn.Identity(), number, count, torch.device("cpu")) for number in numbers]
-        made = get_schedule_class(schedule)(
-            stages[0] if schedule in ONE_STAGE else stages,
+        stages = [
+            PipelineStage(nn.Identity(), number, count, torch.device("cpu"))
+            for number in stages_of_rank(settings, 0, count)
+        ]
+        made = schedule.load()(
+            stages[0] if schedule.one_stage else stages,
             n_microbatches=micro_batches,
             loss_fn=lambda loss, _: loss,
         )
         orders = [_steps(made.pipeline_order[rank]) for rank in range(pp)]
     finally:
         dist.destroy_process_group()
-    # torch's table for 1F1B, not what it runs, begins the last rank's forwards at micro-batch 1.
-    return [_forwards_from_0(order) for order in orders] if schedule == "1F1B" else orders
+    # torch does not run the tables of these schedules; that of 1F1B begins the last rank's forwards at micro-batch 1.
+    return [_forwards_from_0(order) for order in orders] if schedule.one_stage else orders
 
 
 def _steps(order: list[Any]) -> list[Step]:

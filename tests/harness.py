@@ -121,6 +121,8 @@ class Observation:
     """By rank, then by step."""
     sequences: dict[str, list[str]]
     """Hashes of (tokens, labels) in the order of the global batch, by step."""
+    validation_loss: float
+    """After the last step; 0 where nothing is validated."""
     extra: Any = None
     """What the case's own function returned on rank 0."""
     seconds: float = 0.0
@@ -190,6 +192,7 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "gradient norm": max(norms),
         "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
         "weights": _worst(observed.weights, reference.weights),
+        "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
     }
 
 
@@ -201,6 +204,7 @@ BARS = {
     "gradient norm": 1e-5,
     "norm among ranks": 0.0,
     "weights": 1e-5,
+    "validation loss": 1e-6,
 }
 """How far a layout may be from one process, in float32."""
 
@@ -290,8 +294,9 @@ def _observe(case: Case, device: torch.device) -> Observation:
         if not gradients:
             for stage in run.stages:
                 for name, parameter in stage.named_parameters():
-                    assert parameter.grad is not None, name
-                    gradients[name] = _whole(parameter.grad)
+                    assert (parameter.grad is not None) == parameter.requires_grad, name
+                    if parameter.grad is not None:
+                        gradients[name] = _whole(parameter.grad)
         return clip(*arguments)
 
     vars(train)["clip_gradients"] = clip_observed
@@ -303,6 +308,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.valid_tokens(run))
         losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
         norms.append(norm.item())
+    validation_loss = train.validate(run)[0] if run.validation_set else 0.0
     if case.folder:
         checkpointer.save(run.step, run.state())
     everything = gather((train.batch_rank(run.mesh), seen, norms))
@@ -314,18 +320,19 @@ def _observe(case: Case, device: torch.device) -> Observation:
     extra = case.at_end(run) if case.at_end else None
     vars(train)["clip_gradients"] = clip
     torch._dynamo.reset()  # what other cases in this process compile is not to be counted with this one's
-    return Observation(first_weights, gradients, weights, losses, [norm for _, _, norm in everything], sequences, extra)
+    by_rank = [norm for _, _, norm in everything]
+    return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra)
 
 
 def _observed_batches(
     run: train.Run, valid_labels: tuple[int, ...], seen: dict[str, list[str]]
 ) -> Iterator[dict[str, Tensor]]:
     share = run.global_batch_size // run.degrees.batch_ranks
-    for number, batch in enumerate(train.micro_batches(run)):
-        micro_batch = number % run.accumulation
+    for number, batch in enumerate(train.local_batches(run)):
+        accumulation_step = number % run.accumulation_steps
         size = len(batch["tokens"])
         for row in range(size):
-            slot = train.batch_rank(run.mesh) * share + micro_batch * size + row
+            slot = train.batch_rank(run.mesh) * share + accumulation_step * size + row
             if valid_labels:
                 batch["labels"][row, valid_labels[slot % len(valid_labels)] :] = -100
             content = batch["tokens"][row].numpy().tobytes() + batch["labels"][row].numpy().tobytes()
@@ -351,12 +358,21 @@ def rewrite(module: str, function: str, old: str, new: str) -> None:
             setattr(other, name, made[name])
 
 
-def main() -> None:
-    """Print the figures of one layout: python -m tests.harness RANKS --table.key value ..."""
-    reference = observe()
+def main() -> int:
+    """Print the figures of one layout, 1 if any is over its bar: python -m tests.harness RANKS --table.key value ...
+
+    One process has the same settings, but for those of parallelism and the attention kernel.
+    """
+    run: list[str] = []
+    kept = True
+    for word in sys.argv[2:]:
+        kept = not word.startswith(("--parallelism.", "--model.attention_kernel")) if word.startswith("--") else kept
+        run += [word] * kept
+    reference = observe(*run)
     observed = observe(*sys.argv[2:], ranks=int(sys.argv[1]))
     print(json.dumps(figures(observed, reference) | {"seconds": observed.seconds}, indent=1))
+    return int(bool(broken_bars(observed, reference)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

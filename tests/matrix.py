@@ -21,6 +21,7 @@ from components.config import ROOT, ConfigError, load_config
 from models import MODELS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from parallelize.schedules import SCHEDULES
 from tests import composition
 from tests.harness import BARS, RECIPE, SMALL, Case, Observation, figures, observe, observe_all
 
@@ -38,24 +39,17 @@ AXES: dict[str, tuple[str, ...]] = {
     "balancer": ("headtail", "none"),
     "document_mask": ("false", "true"),
     "pp": ("1", "2", "4"),
-    "schedule": (
-        "1F1B",
-        "GPipe",
-        "Interleaved1F1B",
-        "LoopedBFS",
-        "InterleavedZeroBubble",
-        "ZBVZeroBubble",
-        "DualPipeV",
-    ),
+    "schedule": tuple(SCHEDULES),
     "pipeline_first": ("false", "true"),
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
+    "validation_batch": ("3", "training's"),
     "tied": ("false", "true"),
     "model": tuple(MODELS),
     "checkpointing": ("none", "full", "2", "op"),
     "compile": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "tied", "model", "checkpointing", "compile")
+SIDE_AXES = ("reshard", "accumulation", "validation_batch", "tied", "model", "checkpointing", "compile")
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
@@ -112,6 +106,7 @@ class Layout:
             *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
             *("--training.document_mask", self["document_mask"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
+            *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
         )
 
     def overrides(self) -> tuple[str, ...]:
@@ -135,6 +130,7 @@ class Layout:
             "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
             "pipeline_first": self["pipeline_first"],
         }
+        of_its_own = self["validation_batch"] != "training's"
         mode = self["checkpointing"] if self["checkpointing"] in ("none", "full") else "selective"
         return (
             *self.run(),
@@ -143,6 +139,7 @@ class Layout:
             *("--compile.backend", "aot_eager"),  # inductor takes four times as long
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
             *("--training.local_batch_size", str(local)),
+            *(("--validation.local_batch_size", self["validation_batch"]) if of_its_own else ()),
         )
 
     @functools.cache  # noqa: B019 - a layout is a value

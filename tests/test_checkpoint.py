@@ -40,6 +40,9 @@ from components.launch.ending import leave
 from components.optimizer import build_optimizer
 from components.state import checkpoint
 from components.state.checkpoint import Checkpointer
+from components.state.init import give_memory, initialize_weights
+from models import meta_model
+from parallelize import parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from tests.harness import RECIPE, SMALL, _whole
 
@@ -248,7 +251,11 @@ def _build(replicate: int, shard: int, seed: int) -> tuple[list[nn.Module], torc
     argv = ["--job.config_file", str(RECIPE), *SMALL, "--model.flavor", "odd", "--debug.seed", str(seed), *overrides]
     config = load_config(argv)
     mesh = Mesh(resolve_degrees(config, dist.get_world_size()), "cpu")
-    stages, _ = train.build_model(config, mesh, torch.device("cpu"))
+    whole = meta_model(config.model.name, config.model.flavor)
+    stages = parallelize_model(config.model.name)(whole, mesh, config)
+    give_memory(stages, torch.device("cpu"))
+    for stage in stages:
+        initialize_weights(stage, stage.init_std, seed)
     return stages, build_optimizer(stages, config.optimizer)
 
 
@@ -634,6 +641,49 @@ def test_without_the_optimizer(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     state, same_weights, same_moments = value_of(_weights_only, tmp_path, {"exclude_from_loading": ["optimizer"]})
     assert (state["step"], same_weights, same_moments) == (10, True, True)
+
+
+class _Counting(torch.optim.SGD):
+    """Keeps numbers of its own beside a tensor, as old optimizers do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state |= {"steps": state.get("steps", 0) + 1, "decay": 0.1 / (1 + state.get("steps", 0)), "unset": None}
+
+
+def _counting(steps: int) -> Checkpointer:
+    """Of a model whose first weight is frozen."""
+    model = small(0)[0]
+    first, *trained = model.parameters()
+    first.requires_grad_(False)
+    optimizer = _Counting(trained, lr=0.1, momentum=0.9)
+    for _ in range(steps):
+        for parameter in trained:
+            parameter.grad = torch.full_like(parameter, 0.5)
+        optimizer.step()
+    return Checkpointer(Path("checkpoint"), Checkpoint(enable=True), [model], optimizer)
+
+
+def _save_and_load_counting(folder: Path) -> tuple[list[dict[str, Any]], ...]:
+    os.chdir(folder)
+    saver, loader = _counting(3), _counting(0)
+    saver.save(3, {})
+    loader.load()
+    names = saver._tensors(with_optimizer=True)
+    assert "model.0.weight" in names
+    assert "optimizer.0.weight.steps" not in names
+    kept = ([*one.optimizer.state.values()] for one in (saver, loader))
+    return tuple([{**state, "momentum_buffer": state["momentum_buffer"].tolist()} for state in one] for one in kept)
+
+
+def test_numbers_that_an_optimizer_keeps_are_saved_and_what_is_frozen_has_none(tmp_path: Path) -> None:
+    before, after = value_of(_save_and_load_counting, tmp_path)
+    assert len(before) == len(after) == 3
+    for was, found in zip(before, after, strict=True):
+        assert (was["momentum_buffer"], 3, 0.1 / 3) == (found["momentum_buffer"], found["steps"], found["decay"])
+        assert type(found["steps"]) is int
 
 
 def _save_model_only(folder: Path, step: int) -> None:

@@ -48,7 +48,7 @@ def test_a_side_is_the_recipe_made_shorter() -> None:
     side = parse("ddp 4 resume 5 --compile.enable", RECIPE)
     config = load_config(side.argv(Path("folder"), 20, ("--optimizer.lr", "1e-3")))
     assert (side.resume, side.ranks) == (5, 4)
-    # 30 steps of warm-up in 300; the recipe's micro-batch is 4, but a rank has 2 of 8 sequences.
+    # 30 steps of warm-up in 300; the recipe's local batch is 4, but a rank has 2 of 8 sequences.
     assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps) == (2, 20)
     assert (config.training.local_batch_size, config.training.global_batch_size) == (2, 8)
     assert (config.optimizer.lr, config.compile.enable, config.metrics.log_freq) == (1e-3, True, 1)

@@ -20,10 +20,10 @@ import pyarrow.parquet
 import pytest
 from torch import Tensor
 
-from components.config import ROOT, ConfigError, Training, load_config
+from components.config import ROOT, ConfigError, DataLoader, Training, load_config
 from components.data import DataSpec, PackedSequences, TokenCache, data_spec, prepare
 from components.data.cache import _cut
-from components.data.loader import IGNORED, build_loader, validation_batches
+from components.data.loader import IGNORED, Order, build_loader, validation_batches
 from components.data.order import sequence_at
 from components.data.sources import BadRecord, find_files, read_documents
 from components.data.tokenizer import load_tokenizer
@@ -162,7 +162,7 @@ def test_a_new_document_begins_where_two_parts_are_joined(tmp_path: Path) -> Non
 
 def test_labels_are_tokens_shifted_and_all_are_int64(tmp_path: Path) -> None:
     sequences = PackedSequences(cache_of(tmp_path, np.arange(1000)), 9)
-    batch = next(build_loader(sequences, seed=0, global_batch_size=4, local_batch_size=4))
+    batch = next(build_loader(Order(sequences, 0, 4, 4)))
     assert list(batch) == ["tokens", "labels", "positions"]
     assert {(tuple(value.shape), str(value.dtype)) for value in batch.values()} == {((4, 9), "torch.int64")}
     assert (batch["labels"] == batch["tokens"] + 1).all()
@@ -211,16 +211,8 @@ def read(
     """The digests of each step's global batch of 12, in the order of ranks."""
     of_ranks = []
     for rank in range(ranks):
-        loader = build_loader(
-            sequences,
-            seed=5,
-            global_batch_size=12,
-            local_batch_size=local,
-            batch_rank=rank,
-            batch_ranks=ranks,
-            consumed_sequences=consumed,
-            num_workers=num_workers,
-        )
+        order = Order(sequences, 5, 12, local, rank, ranks, consumed)
+        loader = build_loader(order, config=DataLoader(num_workers=num_workers))
         batches = islice(loader, steps * 12 // (ranks * local))
         of_ranks.append(np.array([digest for batch in batches for digest in digests(batch)]).reshape(steps, -1))
     return np.concatenate(of_ranks, axis=1).tolist()
@@ -266,15 +258,16 @@ LOADING = """
 import multiprocessing, os, signal, sys, time
 from pathlib import Path
 
+from components.config import DataLoader
 from components.data import PackedSequences, TokenCache
-from components.data.loader import build_loader
+from components.data.loader import Order, build_loader
 
 if __name__ == "__main__":
     asked = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: asked.append(number))
     sequences = PackedSequences(TokenCache(Path(sys.argv[1])), 8)
-    batches = build_loader(sequences, seed=0, global_batch_size=2, local_batch_size=2, num_workers=2)
+    batches = build_loader(Order(sequences, 0, 2, 2), config=DataLoader(num_workers=2))
     next(batches)
     started = time.monotonic()
     ACTION

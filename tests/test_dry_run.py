@@ -15,7 +15,7 @@ import pytest
 
 import train
 from components.config import ROOT, load_config
-from components.dry_run import Meter
+from components.dry_run import Meter, main, rehearse
 from components.start import check, read_settings
 from tests.harness import RECIPE, SMALL, observe
 
@@ -60,7 +60,7 @@ Counted = tuple[int, dict[tuple[str, str], list[int]]]
 
 def count_real(run: train.Run) -> Counted:
     """A step after the first, in which moments are allocated and stages ask each other for shapes."""
-    batches, valid = train.micro_batches(run), train.valid_tokens(run)
+    batches, valid = train.local_batches(run), train.valid_tokens(run)
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     with Meter(run.mesh, run.parameters) as meter:
         run.optimizer.register_step_pre_hook(meter.note_update)
@@ -72,7 +72,7 @@ def count_real(run: train.Run) -> Counted:
 def count_fake(words: tuple[str, ...], rank: int, ranks: int) -> Counted:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     config = load_config(["--job.config_file", str(RECIPE), *SMALL, *words, "--comm.mode", "fake_backend"])
-    _, meter = train.rehearse(config)
+    _, meter = rehearse(config)
     return meter.peak_before_update, meter.sent
 
 
@@ -115,7 +115,7 @@ def dry_run(recipe: Path, rank: int) -> tuple[int, str, float]:
     _, settings = check(argv, os.environ)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size)}
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = train.main(argv)
+        code = main(argv)
     return code, said.getvalue(), time.process_time() - began
 
 

@@ -86,7 +86,7 @@ LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def tables_of(run: train.Run) -> tuple[Tables, dict[str, Tensor]]:
     """And the first global batch: that of one process."""
     run.sequences = 0
-    return run.dynamics.tables(), next(train.micro_batches(run))
+    return run.dynamics.tables(), next(train.local_batches(run))
 
 
 def case(kind: str, *layout: str, ranks: int = 1, mutate: Callable[[], None] | None = None) -> Case:
@@ -195,28 +195,27 @@ def test_numbers_are_what_the_page_says(kind: str) -> None:
 
 
 def test_logits_by_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    import models.layers as layers
+    import models.attention as attention
 
-    torch.manual_seed(0)
+    torch.manual_seed(1)
     q, k = torch.randn(2, 8, 40, 16), torch.randn(2, 2, 40, 16)
-    index = torch.arange(40)
-    mask = torch.rand(2, 1, 40, 40) < 0.3
+    documents = torch.tensor([[0] * 13 + [1] * 27, [0] * 30 + [1] * 10])
     found = []
     for size in (2**20, 2000, 1):
-        monkeypatch.setitem(layers._LOGITS_AT_A_TIME, "cpu", size)
-        for visible, places in ((None, None), (None, index), (mask, None)):
+        monkeypatch.setitem(attention._LOGITS_AT_A_TIME, "cpu", size)
+        for queries, seen in ((q, (None, None)), (q[:, :, 33:], (documents, None)), (q, (documents, 5))):
             largest = torch.full((), -math.inf)
-            layers.raise_to_largest_logit(largest, q, k, visible, places)
+            attention.raise_to_largest_logit(largest, queries, k, *seen)
             found.append(largest.item())
-    assert found[0] == pytest.approx(found[1])
-    assert found[3:6] == pytest.approx(found[:3])
-    assert found[6:9] == pytest.approx(found[:3])
-    assert found[2] != pytest.approx(found[0])
+            visible = attention.Visible(queries.shape[2], 40, k.device, *seen).dense()
+            logits = queries @ k.repeat_interleave(4, 1).transpose(2, 3) / 4
+            assert found[-1] == pytest.approx(logits.masked_fill(~visible, -math.inf).max().item())
+    assert len(set(found[:3])) == 3
 
 
 def count(run: train.Run) -> tuple[dict[tuple[str, str], list[int]], int, list[str]]:
     """Messages, peak of memory, and waits for the device of the steps after the second."""
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
     batches = itertools.chain([next(batches)], batches)
     with Meter(run.mesh, run.parameters) as meter:
         train.train_step(run, batches, train.valid_tokens(run))
@@ -255,7 +254,7 @@ class Fault:
         rewrite(module, function, self.old, self.new)
 
 
-SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.layers:AttentionCore.forward"
+SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.forward"
 FAULTS = {
     "tp not summed": Fault(
         f"components.metrics.dynamics:{SHARDS}",
@@ -309,11 +308,11 @@ FAULTS = {
     "logits without scale": Fault(
         CORE, "q.detach()", "q.detach() * q.shape[3] ** 0.5", "qwen3", (), "attention_logit_max", 1
     ),
-    "documents see each other": Fault(CORE, "mask, None)", "None, None)", "qwen3", (), "attention_logit_max", 1),
+    "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
     "keys in the order of ranks": Fault(
         "parallelize.context:_RingCore._observe",
-        ".index_select(2, order.argsort())",
-        "",
+        "_sorted(k.full_tensor(), 2, cp.size(), self.balanced)",
+        "k.full_tensor()",
         "llama",
         (CP, "2"),
         "attention_logit_max",

@@ -6,7 +6,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from components.config import ROOT
+from tests import harness
 
 WAITING = """
 import os, time
@@ -40,6 +43,13 @@ def test_a_rank_ends_with_the_test_that_started_it() -> None:
     finally:
         process.kill()
         script.unlink()
+
+
+def test_the_command_fails_where_a_bar_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["harness", "1", "--optimizer.lr", "2e-3"])
+    with pytest.raises(SystemExit) as ended:
+        harness.main()
+    assert ended.value.code
 
 
 def _alive(pid: int) -> bool:

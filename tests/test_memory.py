@@ -12,7 +12,7 @@ from tests.test_parallelize_data import LAYOUTS
 
 def count_peak(run: train.Run) -> int:
     """Bytes at the highest point of a step, after the first step has made the optimizer's state."""
-    batches, moments = train.micro_batches(run), [list(state.values()) for state in run.optimizer.state.values()]
+    batches, moments = train.local_batches(run), [list(state.values()) for state in run.optimizer.state.values()]
     with Meter(None, [run.parameters, moments]) as memory:
         train.train_step(run, batches, train.valid_tokens(run))
     return memory.peak
@@ -54,7 +54,7 @@ def test_peak_memory_is_that_of_the_formula(layout: str) -> None:
 
 def count_activations(run: train.Run) -> int:
     """Bytes that a forward leaves behind for its backward."""
-    batch = next(train.micro_batches(run))
+    batch = next(train.local_batches(run))
     with Meter(None, [run.parameters, batch]) as memory:
         before = memory.bytes
         loss = run.stages[0](**train.own_part(run, batch))

@@ -1,13 +1,31 @@
-"""Learning rates by step, clipping, and which parameters decay."""
+"""Learning rates by step, clipping, groups by role; and what holds of every optimizer and schedule, added ones too."""
 
 import math
+import typing
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from components.config import LRScheduler, Optimizer
-from components.optimizer import build_optimizer, clip_gradients, learning_rate
+from components.config import ConfigError, LRScheduler, Optimizer, load_config
+from components.config.tables import OPTIMIZER_KEYS
+from components.describe import describe_rate
+from components.optimizer import (
+    GROUPS,
+    OPTIMIZERS,
+    RATE_SCHEDULES,
+    Group,
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    state_bytes,
+    update,
+)
+from components.state.init import initialize_weights
+from models.llama import FLAVORS, Llama
+from tests.harness import observe
 
 
 def rates(steps: int, **settings: object) -> list[float]:
@@ -34,13 +52,35 @@ def test_decay_shapes(shape: str, half: float) -> None:
     assert found[-1] == pytest.approx(0)
 
 
+@pytest.mark.parametrize("shape", RATE_SCHEDULES)
+def test_a_schedule_falls_from_the_peak_to_the_minimum(shape: str) -> None:
+    found = rates(100, warmup_steps=10, decay_ratio=0.5, decay_type=shape, min_lr_factor=0.1)
+    assert found[9:50] == [1.0] * 41
+    assert found[50:] == sorted(set(found[50:]), reverse=True)
+    assert found[-1] == pytest.approx(0.1)
+
+
 def test_total_steps_goes_before_training_steps() -> None:
     config = LRScheduler(warmup_steps=0, total_steps=200)
     assert learning_rate(100, config, 1.0, 100) == pytest.approx(0.5)
 
 
-def test_a_default_warm_up_is_no_longer_than_the_run() -> None:
-    assert rates(10)[-1] == 1.0
+def test_a_default_warm_up_is_no_longer_than_the_schedule() -> None:
+    for words, steps in (("--training.steps 10", 10), ("--lr_scheduler.total_steps 30 --training.steps 10", 30)):
+        assert load_config(words.split()).lr_scheduler.warmup_steps == steps
+    assert load_config([]).lr_scheduler.warmup_steps == LRScheduler.warmup_steps == 200
+
+
+def test_a_run_may_end_within_its_warm_up_and_is_told_so() -> None:
+    words = ["--training.steps", "20", "--lr_scheduler.warmup_steps", "30"]
+    config = load_config(words).lr_scheduler
+    found = [learning_rate(step, config, 3.0, 20) for step in range(1, 21)]
+    assert found == [3.0 * step / 30 for step in range(1, 21)]
+    assert describe_rate(config.warmup_steps, 20) == [
+        "training.steps = 20 ends within lr_scheduler.warmup_steps = 30: the rate only rises, to 67% of its peak"
+    ]
+    assert describe_rate(30, 30) == []
+    assert load_config(words[:2]).lr_scheduler.warmup_steps == 20
 
 
 def test_clipping_is_by_the_norm_of_all_parameters() -> None:
@@ -52,17 +92,96 @@ def test_clipping_is_by_the_norm_of_all_parameters() -> None:
     assert torch.allclose(first.grad, torch.ones(3)), "a norm below the limit is left alone"
 
 
+def test_a_rank_without_gradients_knows_the_norm_of_none() -> None:
+    assert clip_gradients([nn.Parameter(torch.zeros(3), requires_grad=False)], max_norm=1.0) == 0
+
+
+def small_model() -> Llama:
+    model = Llama(replace(FLAVORS["debug"], dim=16, n_layers=1, n_heads=2, n_kv_heads=1, ffn_dim=24, vocab_size=32))
+    initialize_weights(model, model.init_std, seed=0)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, gradient: float, lr: float = 0.1) -> dict[str, bool]:
+    """A step where every gradient has this value; whether each parameter changed."""
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, gradient)
+    update(optimizer, lr, torch.tensor(math.isfinite(gradient)))
+    return {name: not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("implementation", ["for-loop", "foreach", "fused"])
-def test_matrices_decay_and_vectors_do_not(name: str, implementation: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.RMSNorm(4))
-    before = [parameter.clone() for parameter in model.parameters()]
+def test_matrices_decay_and_norms_do_not(name: str, implementation: str) -> None:
+    model = small_model()
     config = Optimizer(name=name, implementation=implementation, lr=0.1, weight_decay=0.5)  # type: ignore[arg-type]
     optimizer = build_optimizer([model], config)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    matrix, vector = model.parameters()
-    assert not torch.equal(matrix, before[0])
-    assert torch.equal(vector, before[1])
-    assert optimizer.param_groups[0]["fused"] == (implementation == "fused")
+    assert step(model, optimizer, 0.0) == {name: "norm" not in name for name, _ in model.named_parameters()}
+    assert [group["fused"] for group in optimizer.param_groups] == [implementation == "fused"] * 2
+
+
+def test_a_role_may_have_its_own_rate_and_decay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GROUPS, "embedding", Group(rate=0.5))
+    monkeypatch.setitem(GROUPS, "head", Group(rate=0.0, decay=0.25))
+    model = small_model()
+    optimizer = build_optimizer([model], Optimizer(lr=0.1, weight_decay=0.4))
+    for lr in (0.1, 0.2):
+        changed = step(model, optimizer, 1.0, lr)
+        assert [name for name in changed if not changed[name]] == ["output.weight"]
+        found = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in model.named_parameters():
+            group = GROUPS[model.kind(name).role]
+            assert found[id(parameter)]["lr"] == lr * group.rate, name
+            assert found[id(parameter)]["weight_decay"] == 0.4 * group.decay, name
+
+
+def test_every_optimizer_and_schedule_has_its_name_in_the_job_file() -> None:
+    names = typing.get_args(typing.get_type_hints(Optimizer)["name"])
+    assert {*names} == OPTIMIZERS.keys() == OPTIMIZER_KEYS.keys()
+    assert {*typing.get_args(typing.get_type_hints(LRScheduler)["decay_type"])} == RATE_SCHEDULES.keys()
+
+
+def test_a_key_that_the_optimizer_does_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIMIZER_KEYS, "Adam", ("eps",))
+    words = ["--optimizer.name", "Adam", "--optimizer.eps", "1e-6", "--optimizer.beta1", "0.8"]
+    with pytest.raises(ConfigError, match=r"optimizer\.beta1 = 0\.8: optimizer\.name = .Adam. has no such") as refused:
+        load_config(words)
+    assert len(refused.value.messages) == 1
+    assert load_config(["--optimizer.name", "AdamW", *words[2:]]).optimizer.beta1 == 0.8
+
+
+@pytest.mark.parametrize("implementation", typing.get_args(typing.get_type_hints(Optimizer)["implementation"]))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_is_not_finite_changes_nothing(name: str, implementation: str) -> None:
+    model = small_model()
+    optimizer = build_optimizer([model], Optimizer(name=name, implementation=implementation))  # type: ignore[arg-type]
+    assert all(step(model, optimizer, 0.5).values())
+    kept = {id(state): dict(state) for state in optimizer.state.values()}
+    before = [torch.as_tensor(value).clone() for state in kept.values() for value in state.values()]
+    assert not any(step(model, optimizer, math.nan).values())
+    after = [torch.as_tensor(value) for state in optimizer.state.values() for value in state.values()]
+    assert all(map(torch.equal, before, after))
+    assert all(step(model, optimizer, 0.5).values())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bytes_that_an_optimizer_keeps_are_counted(name: str) -> None:
+    model = small_model()
+    optimizer = build_optimizer([model], Optimizer(name=name))  # type: ignore[arg-type]
+    step(model, optimizer, 1.0)
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    expected = sum(value.nbytes for value in kept if isinstance(value, torch.Tensor) and value.ndim)
+    assert expected == state_bytes(Optimizer(name=name)) * sum(parameter.numel() for parameter in model.parameters())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_run_is_resumed_with_all_that_its_optimizer_keeps(name: str, tmp_path: Path) -> None:
+    """Saved by one process, continued by two ranks, as if nothing had been."""
+    whole = observe("--optimizer.name", name, steps=4)
+    words = ("--optimizer.name", name, "--checkpoint.enable", "true")
+    observe(*words, steps=2, folder=str(tmp_path))
+    resumed = observe(*words, "--training.local_batch_size", "18", steps=2, folder=str(tmp_path), ranks=2)
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    for parameter, weights in whole.weights.items():
+        assert (resumed.weights[parameter] - weights).norm() <= 1e-5 * weights.norm(), parameter

@@ -82,7 +82,7 @@ class Operations(TorchDispatchMode):
 
 
 def operations_of_a_step(run: train.Run) -> Counter[str]:
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
     with Operations() as operations:
         train.train_step(run, batches, train.valid_tokens(run))
     return operations.counts

@@ -32,7 +32,7 @@ def test_balanced_ranks_have_as_many_pairs_of_query_and_key(ranks: int) -> None:
 
 def cut_a_batch(run: train.Run) -> dict[str, list]:
     """This batch, as all cp ranks hold it together; and how many labels count in it before and after it was cut."""
-    whole = next(train.micro_batches(run))
+    whole = next(train.local_batches(run))
     part = shard_sequence(whole, run.mesh, run.config.parallelism)
     cp = run.mesh["cp"]
     gathered = {}

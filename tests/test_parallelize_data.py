@@ -38,7 +38,7 @@ def one_process(*overrides: str, valid_labels: tuple[int, ...] = ()) -> Observat
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_is_the_run_of_one_process(layout: str, accumulation: int) -> None:
-    """Sequences keep 1, 7, 0 and 30 labels, so that ranks and micro-batches weigh differently."""
+    """Sequences keep 1, 7, 0 and 30 labels, so that ranks and accumulation steps weigh differently."""
     ranks, overrides = LAYOUTS[layout]
     observed = observe(*overrides, *local_batch(ranks, accumulation), ranks=ranks, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
@@ -89,7 +89,7 @@ FAULTS = {
         "parallelize.data",
         "apply_data_parallel",
         "set_gradient_divide_factor(1.0)",
-        "set_gradient_divide_factor(float(ranks.size()))",
+        "set_gradient_divide_factor(float(shards.size()))",
     ),
     "divided by local tokens": ("train", "train_step", "/ valid", "/ (valid / run.degrees.batch_ranks)"),
     "divided after backward": (
@@ -105,15 +105,15 @@ FAULTS = {
         '("pp", "dp_replicate", "fsdp")',
         '("pp", "dp_replicate")',
     ),
-    "a micro-batch dropped": ("train", "train_step", "range(run.accumulation)", "range(1, run.accumulation)"),
-    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation - 1", "last=False"),
+    "a local batch dropped": ("train", "train_step", "in range(run.acc", "in range(1, run.acc"),
+    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation_steps - 1", "last=False"),
     "a rank starts from other weights": (
         "train",
         "build_model",
         "stage.init_std, config.debug.seed",
         "stage.init_std, config.debug.seed + dist.get_rank()",
     ),
-    "two ranks see the same batch": ("train", "micro_batches", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
+    "two ranks see the same batch": ("train", "local_batches", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
     "learning rate of another step": ("train", "train_step", "run.step, config.lr_", "run.step + 9, config.lr_"),
 }  # fmt: skip
 

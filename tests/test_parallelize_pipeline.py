@@ -1,4 +1,4 @@
-"""Pipeline parallel: how layers are cut, who holds what, and faults that have to be found."""
+"""Pipeline parallel: the run of one process, and faults that have to be found."""
 
 import functools
 import json
@@ -9,50 +9,12 @@ import torch
 from torch import Tensor
 
 import train
-from components.config import Parallelism
-from parallelize.stages import describe_stages, layers_of_stages, modules_of_stages, number_of_stages, stages_of_rank
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 SIX_LAYERS = ("--model.flavor", "long", "--training.global_batch_size", "24", "--training.local_batch_size", "24")
 PP2 = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "3")
-ENDS = (("first", 0), ("last", 2))
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
-
-
-def settings(schedule: str, degree: int, **more: Any) -> Parallelism:
-    return Parallelism(pipeline_parallel_schedule=schedule, pipeline_parallel_degree=degree, **more)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("schedule", "degree", "more", "layers"),
-    [
-        ("1F1B", 2, {}, [3, 3]),
-        ("1F1B", 4, {}, [1, 2, 2, 1]),
-        ("Interleaved1F1B", 2, {}, [1, 2, 2, 1]),
-        ("Interleaved1F1B", 2, {"pipeline_parallel_layers_per_stage": 1}, [0, 1, 1, 1, 1, 1, 1, 0]),
-        ("1F1B", 2, {f"pipeline_parallel_{end}_stage_less_layers": count for end, count in ENDS}, [4, 2]),
-    ],
-)  # fmt: skip
-def test_layers_are_cut_with_lighter_ends(schedule: str, degree: int, more: dict[str, int], layers: list[int]) -> None:
-    assert layers_of_stages(settings(schedule, degree, **more), 6) == layers
-
-
-@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS", "ZBVZeroBubble"])
-def test_every_module_is_in_one_stage_and_every_stage_on_one_rank(schedule: str) -> None:
-    parallelism = settings(schedule, 2)
-    listed = [name for stage in modules_of_stages(parallelism, 6) for name in stage]
-    assert listed == ["tok_embeddings", *(f"layers.{layer}" for layer in range(6)), "norm", "output"]
-    stages = number_of_stages(parallelism, 6)
-    held = [stage for rank in range(2) for stage in stages_of_rank(parallelism, rank, stages)]
-    assert sorted(held) == list(range(stages))
-
-
-def test_stages_are_described() -> None:
-    assert describe_stages(settings("ZBVZeroBubble", 2), 6) == (
-        "pp 0: stage 0: tok_embeddings, layer 0; stage 3: layer 5, norm, output\n"
-        "pp 1: stage 1: layers 1-2; stage 2: layers 3-4"
-    )
 
 
 @functools.cache
@@ -103,7 +65,7 @@ def test_validation_in_a_pipeline(schedule: str) -> None:
 
 def validate_twice(run: train.Run) -> list[float]:
     first, _ = train.validate(run)
-    train.train_step(run, train.micro_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
     return [first, train.validate(run)[0]]
 
 

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT
-from parallelize.timeline import SCHEDULES, Box, actions, idle, most_alive, simulate
+from parallelize.schedules import SCHEDULES
+from parallelize.timeline import Box, actions, idle, most_alive, simulate
 
-PARTS = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2, "InterleavedZeroBubble": 6, "ZBVZeroBubble": 6}
+PARTS = {"1F1B": 1, "GPipe": 1, "Interleaved1F1B": 2, "LoopedBFS": 2} | {"InterleavedZeroBubble": 6, "ZBVZeroBubble": 6}
+PARTS |= {"DualPipeV": 3}
 
 
 @pytest.mark.parametrize(("pp", "micro_batches"), [(2, 4), (4, 8), (4, 16), (8, 16)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", PARTS)
 def test_idle_time_and_memory_are_those_of_the_formulas(schedule: str, pp: int, micro_batches: int) -> None:
     boxes = simulate(actions(schedule, pp, micro_batches))
-    assert idle(boxes) == pytest.approx((pp - 1) / (PARTS.get(schedule, 3) * micro_batches))
+    assert idle(boxes) == pytest.approx((pp - 1) / (PARTS[schedule] * micro_batches))
     alive = {
         "GPipe": micro_batches,
         "1F1B": pp,
@@ -31,7 +33,7 @@ def test_idle_time_and_memory_are_those_of_the_formulas(schedule: str, pp: int, 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_micro_batch_passes_every_stage_once(schedule: str) -> None:
     boxes = simulate(actions(schedule, 4, 8))
-    stages = 4 if schedule in ("GPipe", "1F1B") else 8
+    stages = 4 * SCHEDULES[schedule].stages_a_rank[0]
     everything = {(stage, number) for stage in range(stages) for number in range(8)}
     forward = [(box.stage, box.micro_batch) for box in boxes if box.kind == "F"]
     backward = [(box.stage, box.micro_batch) for box in boxes if box.kind in ("B", "I")]

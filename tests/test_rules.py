@@ -24,6 +24,7 @@ def config_of(*overrides: str) -> JobConfig:
 
 TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
+KERNEL = "--model.attention_kernel"
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 
 
@@ -57,12 +58,20 @@ class Refused:
 
 
 CASES = [
-    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "needs one stage a rank: 2, not 3", "error", model=SIX),
-    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "two stages a rank: 4, not 2", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "on 2 ranks it needs 2 stages", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "needs 4 stages, not 2", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "LoopedBFS", STAGE, "3"), "it needs 4, 6, .+ stages", "error", model=SIX),
     Refused("layers", (PP, "2", SCHEDULE, "LoopedBFS", LIGHTER, "4"), "2 layers are too few for 4 stages", "error"),
     Refused("modules", (PP, "2", *MODULES), "look at layers.1", "weights at step 0"),
     Refused("micro-batches", (PP, "2", MICRO, "5"), "local_batch_size = 36 is no multiple; 35 or 40 would", "error"),
     Refused("micro-batches", (PP, "2", MICRO, "36"), "1 micro-batches, but 1F1B needs as many as stages, 2", "error"),
+    Refused(
+        "micro-batches",
+        (PP, "2", MICRO, "4", SCHEDULE, "Interleaved1F1B"),
+        "9 micro-batches, but Interleaved1F1B needs a multiple of 4: 8 or 10 would be",
+        "error",
+        model=SIX,
+    ),
     Refused(
         "reshard",
         (PP, "2", SHARD, "2", LOCAL, "18", MICRO, "3", SCHEDULE, "DualPipeV", RESHARD, "always"),
@@ -106,6 +115,8 @@ CASES = [
         model={"n_kv_heads": 2, "n_heads": 16, "ffn_dim": 120},
     ),
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
+    Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
+    Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
@@ -205,6 +216,12 @@ def test_a_degree_that_was_set_is_used() -> None:
         assert (degrees.dp_replicate, degrees.dp_shard) == (replicas, 8 // replicas)
 
 
+def test_an_unknown_schedule_names_the_nearest() -> None:
+    config = config_of(SCHEDULE, "DualpipeV")
+    with pytest.raises(ConfigError, match=r'schedule = "DualpipeV": not one of 1F1B, .*; did you mean DualPipeV\?'):
+        check_layout(config, resolve_degrees(config, 1))
+
+
 def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r'model.name = "lama": not one of llama, qwen3; did you mean llama\?'):
         check_model(config_of("--model.name", "lama"))
@@ -221,6 +238,11 @@ def test_what_a_device_lacks_is_named() -> None:
         "enable_async_tensor_parallel",
     ]
     check_device(config, (9, 0))
+
+
+def test_train_py_makes_no_dry_run() -> None:
+    with pytest.raises(ConfigError, match=r'comm.mode = "fake_backend": train.py trains'):
+        check_device(config_of("--comm.mode", "fake_backend"), (9, 0))
 
 
 def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

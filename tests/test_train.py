@@ -43,7 +43,7 @@ class Waits(TorchDispatchMode):
 
 
 def count_waits(run: train.Run) -> list[str]:
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
     first = next(batches)  # starts the loader, which draws a seed on the host
     batches = itertools.chain([first], batches)
     with Waits() as waits:
@@ -236,6 +236,18 @@ def test_validation_is_the_same_at_every_layout() -> None:
     loss, labels = losses["one"]
     assert labels == 7 * 40
     assert all(found[1] == labels and abs(found[0] / loss - 1) < 1e-6 for found in losses.values())
+
+
+def test_validation_takes_steps_times_the_global_batch_whatever_the_local_batch() -> None:
+    """Of about 78 sequences that are held out 36: not so many for each rank, nor fewer with a smaller local batch."""
+    given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.05", "--validation.steps", "1")
+    sizes = [("--training.local_batch_size", "36"), ("--training.local_batch_size", "4"), local_batch(2, 3)]
+    ranks = [1, 1, 2]
+    found = [
+        observe(*given, *size, ranks=count, steps=0, at_end=train.validate).extra for count, size in zip(ranks, sizes)
+    ]
+    assert [labels for _, labels in found] == [36 * 32] * 3
+    assert all(abs(loss / found[0][0] - 1) < 1e-6 for loss, _ in found)
 
 
 def test_a_harness_run_equals_itself() -> None:

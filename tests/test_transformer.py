@@ -39,7 +39,7 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
     initialize_weights(ours, ours.init_std, seed=0)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
-            if "norm" in name:  # ones would hide a norm that is left out
+            if ours.kind(name).role == "norm":  # ones would hide a norm that is left out
                 parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform

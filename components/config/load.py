@@ -3,49 +3,21 @@
 import dataclasses
 import difflib
 import functools
-import importlib.util
 import re
-import tomllib
-import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from components.config.names import (
-    FOREIGN,
-    FOREIGN_VALUES,
-    RENAMED,
-    RENAMED_VALUES,
-    UNAVAILABLE,
-    UNAVAILABLE_VALUES,
-)
-from components.config.tables import JobConfig
+from components.config import names
+from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show
+from components.config.read import Given, read_file, read_overrides
+from components.config.tables import OPTIMIZER_KEYS, JobConfig, LRScheduler, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository: relative paths of bundled assets start here."""
-
-
-class ConfigError(Exception):
-    """A user's mistake: shown without a traceback, exit code 2."""
-
-    def __init__(self, messages: str | list[str]) -> None:
-        self.messages = [messages] if isinstance(messages, str) else messages
-        super().__init__("\n".join(self.messages))
-
-
-@dataclasses.dataclass
-class _Given:
-    """One `table.key = value` as a person wrote it, and where."""
-
-    key: str
-    value: Any
-    origin: str
-
-    def mistake(self, reason: str) -> str:
-        return f"{self.origin}: {self.key} = {_show(self.value)}: {reason}"
 
 
 def load_config(argv: list[str]) -> JobConfig:
@@ -54,9 +26,9 @@ def load_config(argv: list[str]) -> JobConfig:
     Raises:
         ConfigError: with every mistake in the file and on the command line, each with its place.
     """
-    overrides = list(_read_overrides(argv))
+    overrides = list(read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]
-    given = [*(_read_file(Path(files[-1])) if files else ()), *overrides]
+    given = [*(read_file(Path(files[-1])) if files else ()), *overrides]
     asked = {setting.key: setting.value for setting in given}
     mistakes: list[str] = []
     values: dict[str, Any] = {}
@@ -68,6 +40,8 @@ def load_config(argv: list[str]) -> JobConfig:
                 values[key], origins[key] = _checked(key, value, setting), setting.origin
         except ConfigError as error:
             mistakes += error.messages
+    total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
+    values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)
     # Defaults stand in for wrong values, so contradictions are looked for only among right ones.
     if mistakes := mistakes or _contradictions(config):
@@ -80,7 +54,7 @@ def mistake(config: JobConfig, key: str, reason: str) -> str:
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
-    return f"{config.origins.get(key, 'default')}: {key} = {_show(value)}: {reason}"
+    return f"{config.origins.get(key, 'default')}: {key} = {show(value)}: {reason}"
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:
@@ -90,113 +64,68 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
     return tables
 
 
-def describe_type(annotation: Any) -> str:
-    """What a key takes, in words: "an integer of 1 or more", '"fused" or "foreach"'."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        bounds = [
-            _BOUNDS[name].format(getattr(bound, name))
-            for bound in arguments[1:]
-            for name in _BOUNDS
-            if hasattr(bound, name)
-        ]
-        return " ".join([describe_type(arguments[0]), " and ".join(bounds)]).strip()
-    if origin is typing.Literal:
-        return " or ".join(_show(value) for value in arguments)
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(describe_type(part) for part in arguments if part is not type(None))
-    if origin is list:
-        return f"a list of {describe_type(arguments[0])}"
-    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[annotation]
-
-
-_BOUNDS = {"ge": "of {} or more", "gt": "above {}", "le": "of {} or less", "lt": "below {}", "min_length": "not empty"}
-
-
-def _show(value: Any) -> str:
-    """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else "unset" if value is None else str(value)
-
-
-def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of every table, with its annotated type."""
-    hints = typing.get_type_hints(table, include_extras=True)
-    for field in dataclasses.fields(table):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
-        elif prefix:
-            yield f"{prefix}{field.name}", hints[field.name]
-
-
-_FIELDS = dict(_fields())
-_NAMES = [*_FIELDS, *UNAVAILABLE, *RENAMED]
-_TABLES = sorted({name.rpartition(".")[0] for name in _NAMES} | {"quantize", "quantize.linear", "quantize.grouped_mm"})
-
-
-def _known(setting: _Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
+def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
     """The key's name here and its value; None for a setting that asks for nothing among all that is asked.
 
     Raises ConfigError.
     """
     key, value = setting.key, setting.value
-    if key in RENAMED:
-        key, change = RENAMED[key]
+    if key in names.RENAMED:
+        key, change = names.RENAMED[key]
         if change == "negate":
             if not isinstance(value, bool):
                 raise ConfigError(setting.mistake("expected true or false"))
             value = not value
     if isinstance(value, str):
-        if (key, value) in UNAVAILABLE_VALUES:
-            raise ConfigError(setting.mistake(UNAVAILABLE_VALUES[key, value]))
-        value = RENAMED_VALUES.get((key, value), value)
-    if key in UNAVAILABLE:
-        accepted, reason, only_with = UNAVAILABLE[key]
+        if (key, value) in names.UNAVAILABLE_VALUES:
+            raise ConfigError(setting.mistake(names.UNAVAILABLE_VALUES[key, value]))
+        value = names.RENAMED_VALUES.get((key, value), value)
+    if key in names.UNAVAILABLE:
+        accepted, reason, only_with = names.UNAVAILABLE[key]
         is_on = all(asked.get(other) for other in only_with)
         if is_on and (value != accepted or type(value) is not type(accepted)):
             raise ConfigError(setting.mistake(reason))
         return None, None
-    if key in _FIELDS:
+    if key in FIELDS:
         return key, value
     raise ConfigError(setting.mistake(_unknown(key, value)))
 
 
 def _unknown(key: str, value: Any) -> str:
     table, _, last = key.rpartition(".")
-    if key in _TABLES:
+    if key in TABLES:
         return f"[{key}] is a table, not a key"
-    if last in FOREIGN:
-        hint = f"unknown key; here it is {FOREIGN[last]}"
-        return f"{hint}; {value} is {FOREIGN_VALUES[str(value)]}" if str(value) in FOREIGN_VALUES else hint
+    if last in names.FOREIGN:
+        hint = f"unknown key; here it is {names.FOREIGN[last]}"
+        return f"{hint}; {value} is {names.FOREIGN_VALUES[str(value)]}" if str(value) in names.FOREIGN_VALUES else hint
     # The key of the same name in the nearest table, then the nearest spelling of the whole, then of the last part.
-    same = [name for name in _NAMES if name.rpartition(".")[2] == last]
-    near = difflib.get_close_matches(key, same or _NAMES, 1, 0.0 if same else 0.75)
-    if not near and table not in _TABLES:
-        near_table = difflib.get_close_matches(table, _TABLES, 1, 0.6)
+    same = [name for name in NAMES if name.rpartition(".")[2] == last]
+    near = difflib.get_close_matches(key, same or NAMES, 1, 0.0 if same else 0.75)
+    if not near and table not in TABLES:
+        near_table = difflib.get_close_matches(table, TABLES, 1, 0.6)
         return f"unknown table [{table}]" + (f"; did you mean [{near_table[0]}]?" if near_table else "")
     if not near:
-        by_last = {name.rpartition(".")[2]: name for name in _NAMES}
+        by_last = {name.rpartition(".")[2]: name for name in NAMES}
         near = [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.7)]
     if near:
         return f"unknown key; did you mean {near[0]}?"
     return f"unknown key; [{table}] has " + ", ".join(
-        name.rpartition(".")[2] for name in _FIELDS if name.rpartition(".")[0] == table
+        name.rpartition(".")[2] for name in FIELDS if name.rpartition(".")[0] == table
     )
 
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
     """Making one takes longer than checking with it."""
-    return pydantic.TypeAdapter(_FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
+    return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
-def _checked(key: str, value: Any, setting: _Given) -> Any:
+def _checked(key: str, value: Any, setting: Given) -> Any:
     """The value, of the key's type and within its bounds. Raises ConfigError."""
     try:
         return _adapter(key).validate_python(value)
     except pydantic.ValidationError:
-        raise ConfigError(setting.mistake(f"expected {describe_type(_FIELDS[key])}")) from None
+        raise ConfigError(setting.mistake(f"expected {describe_type(FIELDS[key])}")) from None
 
 
 _type_hints = functools.cache(typing.get_type_hints)
@@ -214,93 +143,16 @@ def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) ->
     return table(**more)
 
 
-def _read_file(path: Path) -> Iterator[_Given]:
-    try:
-        text = path.read_bytes().decode("utf-8")
-        document = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot read the job file: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
-        lines = text.splitlines() or [""]
-        line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
-        raise ConfigError(f"{path}:{line}:{column}: not TOML: {str(error).partition(' (at')[0]}") from None
-    lines_of = _lines_of_keys(text)
-    for key, value in _flatten(document):
-        line = lines_of.get(key) or lines_of.get(key.rpartition(".")[0])
-        yield _Given(key, value, f"{path}:{line}" if line else str(path))
-
-
-def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in document.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in _FIELDS:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _lines_of_keys(text: str) -> dict[str, int]:
-    """The line of each table and key. tomllib does not tell; job files are plain enough to be scanned."""
-    lines: dict[str, int] = {}
-    table = ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
-            table = re.sub(r"[\s\"']", "", header[1])
-            lines.setdefault(table, number)
-        elif setting := re.match(r"\s*([\w\-\"'. ]+?)\s*=", line):
-            name = re.sub(r"[\s\"']", "", setting[1])
-            lines.setdefault(f"{table}.{name}" if table else name, number)
-    return lines
-
-
-def _read_overrides(argv: list[str]) -> Iterator[_Given]:
-    """`--table.key value`, `--table.key=value`; a flag alone is true, `--table.no_flag` false; - and _ are the same."""
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        option, equals, raw = word.partition("=")
-        if not option.startswith("--") or "." not in option:
-            raise ConfigError(f"command line: {word}: expected --table.key value")
-        key = option[2:].replace("-", "_")
-        if not equals:
-            alone = not words or re.match(r"--[a-z]", words[0])
-            raw = "true" if alone else words.pop(0)
-            table, _, last = key.rpartition(".")
-            positive = f"{table}.{last.removeprefix('no_')}"
-            if alone and last.startswith("no_") and _FIELDS.get(positive) is bool:
-                key, raw = positive, "false"
-            elif alone and key in _FIELDS and _FIELDS[key] is not bool:
-                raise ConfigError(f"command line: {option}: a value is missing: {describe_type(_FIELDS[key])}")
-        yield _Given(key, _from_string(key, raw), "command line")
-
-
-def _from_string(key: str, raw: str) -> Any:
-    """A word of the command line as the value that TOML would give; what is not TOML is a string."""
-    if _takes_string(_FIELDS.get(RENAMED.get(key, (key, ""))[0])):
-        return raw
-    try:
-        return tomllib.loads(f"value = {raw.lower() if raw in ('True', 'False') else raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw
-
-
-def _takes_string(annotation: Any) -> bool:
-    if typing.get_origin(annotation) is list:
-        return False
-    return annotation is str or any(_takes_string(member) for member in typing.get_args(annotation))
-
-
 def _contradictions(config: JobConfig) -> list[str]:
     """Keys that are each right but cannot be meant together."""
     found = []
     training, validation, loader = config.training, config.validation, config.training.dataloader
-    total = config.lr_scheduler.total_steps or training.steps
-    if config.lr_scheduler.warmup_steps > total and "lr_scheduler.warmup_steps" in config.origins:
-        reason = f"the schedule has only {total} steps (lr_scheduler.total_steps, else training.steps)"
-        found.append(mistake(config, "lr_scheduler.warmup_steps", reason))
-    if config.lr_scheduler.total_steps is not None and total < training.steps:
+    optimizer = config.optimizer.name
+    for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
+        if f"optimizer.{key}" in config.origins:
+            found.append(mistake(config, f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'))
+    total = config.lr_scheduler.total_steps
+    if total is not None and total < training.steps:
         found.append(mistake(config, "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"))
     if loader.num_workers == 0 and loader.persistent_workers:
         found.append(mistake(config, "training.dataloader.persistent_workers", "needs num_workers of 1 or more"))
@@ -345,9 +197,6 @@ def _contradictions(config: JobConfig) -> list[str]:
         found.append(mistake(config, "checkpoint.export_dtype", reason))
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         found.append(mistake(config, "debug.deterministic_warn_only", "needs debug.deterministic = true"))
-    for key, package in (("metrics.enable_wandb", "wandb"), ("metrics.enable_tensorboard", "tensorboard")):
-        if getattr(config.metrics, key.partition(".")[2]) and importlib.util.find_spec(package) is None:
-            found.append(mistake(config, key, f"the {package} package is not installed: pip install {package}"))
     profiling = config.profiling
     if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
         found.append(mistake(config, "profiling.profile_freq", "less than profiler_warmup + profiler_active"))

@@ -65,7 +65,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "training.dtype": Unavailable("float32", "weights are kept in float32; see training.mixed_precision_param"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
     "parallelism.pipeline_parallel_schedule_csv": Unavailable(
-        "", "schedules of your own are not available; parallelism.pipeline_parallel_schedule names torch's"
+        "", "a schedule of your own is a row of parallelize/schedules.py (docs/extend.md)"
     ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
     "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
@@ -135,7 +135,7 @@ FOREIGN: dict[str, str] = {
     "sequence_tensor_parallel": "parallelism.sequence_parallel",
     "pipeline_first": "parallelism.pipeline_first",
     "breadth_first_micro_batches": 'parallelism.pipeline_parallel_schedule = "LoopedBFS"',
-    "depth_first_micro_batches": "training.global_batch_size, from which accumulation is derived",
+    "depth_first_micro_batches": "training.global_batch_size, from which accumulation steps follow",
     "micro_batch_splits": "parallelism.context_parallel_degree, which splits sequences",
     "zero_stage": f'{_RESHARD}: "never" for stages 1 and 2, "always" for stage 3',
     # FSDP1
@@ -148,7 +148,7 @@ FOREIGN: dict[str, str] = {
     "cpu_offload": _OFFLOAD,
     "fsdp_backward_prefetch": "parallelism.fsdp_prefetch_layers",
     "fsdp_forward_prefetch": "parallelism.fsdp_prefetch_layers",
-    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation is derived",
+    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation steps follow",
 }
 
 # Values of such keys -> the settings that do the same.

@@ -8,67 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le, Lt, MinLen
+from annotated_types import Ge, Gt, Lt
 
-Positive = Annotated[int, Ge(1)]
-NonNegative = Annotated[int, Ge(0)]
-PositiveFloat = Annotated[float, Gt(0)]
-Fraction = Annotated[float, Ge(0), Le(1)]
-Beta = Annotated[float, Ge(0), Lt(1)]
-Name = Annotated[str, MinLen(1)]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """The run as a whole."""
-
-    config_file: str | None = None
-    """TOML job file; relative to the current folder."""
-    dump_folder: Name = "./outputs"
-    """Everything that a run writes goes into this folder; with checkpoints, a second run in it continues the first."""
-    description: str = "default job"
-    """A line for people, kept in run.json."""
-    print_config: bool = False
-    """Print the resolved job file at start."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profiling:
-    """Traces and memory snapshots, on request."""
-
-    enable_profiling: bool = False
-    """Write torch.profiler traces (chrome://tracing, Perfetto)."""
-    save_traces_folder: Name = "profile_traces"
-    """Folder of the traces, inside dump_folder."""
-    profile_freq: Positive = 10
-    """A trace every so many steps."""
-    profiler_active: Positive = 1
-    """Steps recorded in each trace."""
-    profiler_warmup: NonNegative = 3
-    """Steps of each cycle that warm the profiler up and are discarded."""
-    enable_memory_snapshot: bool = False
-    """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
-    save_memory_snapshot_folder: Name = "memory_snapshot"
-    """Folder of the snapshots, inside dump_folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """What is logged, and where to. metrics.jsonl, run.json and loss.png are always written."""
-
-    log_freq: Positive = 10
-    """Log every so many steps; between them the host never waits for the device."""
-    dynamics_freq: NonNegative = 0
-    """Every so many steps, log norms of each layer's gradient, weights and update, and its largest attention logit
-    (docs/dynamics.md); 0 for never."""
-    color_printing: bool = True
-    """Colours on the console, where it is a terminal."""
-    enable_tensorboard: bool = False
-    """Write TensorBoard events (needs the tensorboard package)."""
-    save_tb_folder: Name = "tb"
-    """Folder of the TensorBoard events, inside dump_folder."""
-    enable_wandb: bool = False
-    """Log to Weights & Biases (needs the wandb package); WANDB_MODE=offline needs no network."""
+from components.config.bounds import Beta, Fraction, Name, NonNegative, Positive, PositiveFloat
+from components.config.outputs import Checkpoint, Job, Metrics, Profiling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +22,8 @@ class Model:
     """A name in models/__init__.py."""
     flavor: Name = "debug"
     """A named size of that model."""
+    attention_kernel: Name = "auto"
+    """How attention is computed, by the names of KERNELS in models/attention.py; auto takes the fastest."""
     hf_assets_path: Name = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
@@ -87,7 +32,7 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
+    """The update of weights: Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
     """AdamW decays weights by themselves, Adam through the gradient."""
@@ -105,12 +50,19 @@ class Optimizer:
     """Kernel of the update; fused is fastest on CPU and CUDA."""
 
 
+OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
+    "AdamW": ("beta1", "beta2", "eps", "implementation"),
+    "Adam": ("beta1", "beta2", "eps", "implementation"),
+}
+"""optimizer.name -> the keys that it takes, beside lr and weight_decay, which all take."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
     """Warm-up, stable, decay (arXiv:2404.06395)."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0; if unset, no more than there are."""
+    """Steps of linear warm-up from 0, which may be more than the run has; if unset, no more than the schedule has."""
     total_steps: Positive | None = None
     """Length of the schedule; training.steps if unset."""
     decay_ratio: Fraction | None = None
@@ -154,9 +106,10 @@ class Training:
     dataset_cache: Name = ".cache/tokens"
     """Folder of the tokenized data, shared by runs; relative to the repository."""
     local_batch_size: Positive = 8
-    """Sequences of one micro-batch on one rank."""
+    """Sequences of one accumulation step on one rank: one forward and backward."""
     global_batch_size: Literal[-1] | Positive = -1
-    """Sequences of one optimizer step over all ranks; -1 means local_batch_size on every rank, no accumulation."""
+    """Sequences of one optimizer step over all ranks, in as many accumulation steps as that takes; -1 means one:
+    local_batch_size on every rank."""
     seq_len: Positive = 2048
     """Tokens of one sequence."""
     document_mask: bool = False
@@ -212,12 +165,10 @@ class Parallelism:
     """headtail: a rank takes a piece of the sequence's head and one of its tail, so that all have as much attention."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
-    pipeline_parallel_schedule: Literal[
-        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = "1F1B"
-    """The order of micro-batches on each rank, by torch's names (docs/pipeline_parallel.md)."""
+    pipeline_parallel_schedule: Name = "1F1B"
+    """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences of one micro-batch of the pipeline; local_batch_size is a multiple."""
+    """Sequences of one micro-batch, which a stage runs at a time; local_batch_size is a multiple."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Layers of one stage at the most; if unset, a rank has one stage, or two where the schedule wants more."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
@@ -289,42 +240,6 @@ class Quantize:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Saving and resuming."""
-
-    enable: bool = False
-    """Save checkpoints, and resume from the newest good one at start."""
-    folder: Name = "checkpoint"
-    """Folder of the checkpoints, inside dump_folder."""
-    interval: Positive = 500
-    """Save every so many steps, and at the last."""
-    async_mode: Literal["disabled", "async"] = "disabled"
-    """async: training goes on once its tensors are copied to host memory; a thread writes and publishes the copy."""
-    initial_load_path: Name | None = None
-    """Start from this checkpoint (a step-N folder, or a folder of them) when the run has none of its own."""
-    initial_load_model_only: bool = True
-    """From initial_load_path take the weights only; the rest starts anew at step 0."""
-    initial_load_in_hf: bool = False
-    """initial_load_path is a folder of Hugging Face's: safetensors, and config.json."""
-    last_save_model_only: bool = False
-    """The checkpoint of the last step holds only weights; such a run cannot be continued."""
-    last_save_in_hf: bool = False
-    """After the last step, write the weights for Hugging Face too: dump_folder/hugging_face."""
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Precision of the weights that last_save_in_hf writes."""
-    keep_latest_k: NonNegative = 10
-    """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
-    load_step: Annotated[int, Ge(-1)] = -1
-    """Resume from this step; -1 takes the newest that verifies."""
-    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
-    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and so the rate)."""
-    enable_first_step_checkpoint: bool = False
-    """Save step 1 too, to find out early that saving works."""
-    load_only: bool = False
-    """Load as configured but never save."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Validation:
     """Loss on text that is not trained on."""
 
@@ -335,13 +250,13 @@ class Validation:
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Part of the training data's tokens held out, in blocks spread over the text."""
     local_batch_size: Positive | None = None
-    """Sequences a rank; training's if unset."""
+    """Sequences of one forward on one rank; training's if unset. Never changes which are validated."""
     seq_len: Positive | None = None
     """Tokens of one sequence; training's if unset."""
     freq: Positive = 10
     """Validate every so many steps, and at the last."""
     steps: Literal[-1] | Positive = -1
-    """Batches a validation; -1 takes all the data."""
+    """Global batches of training that one validation is on, from the first sequence on; -1 takes all the data."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import os
 import signal
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from components.config import ConfigError
+from components.config import ConfigError, DataLoader
 from components.data.packed import PackedSequences
 
 IGNORED = -100
@@ -42,32 +43,28 @@ class _Batches(Dataset):
         return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
-class _Order(Sampler):
-    """Sequence numbers of each micro-batch of one rank, from a position of the global order on, without end.
+@dataclass(eq=False)
+class Order(Sampler):
+    """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
 
-    Of each step's global batch a rank takes its contiguous share, micro-batch by micro-batch.
+    Of each step's global batch a rank takes its contiguous share, one local batch after another. The position in the
+    order is all the state that there is: so the number of workers and of ranks may change at any step.
     """
 
-    def __init__(
-        self,
-        sequences: PackedSequences,
-        seed: int,
-        global_batch_size: int,
-        local_batch_size: int,
-        batch_rank: int,
-        batch_ranks: int,
-        consumed_sequences: int,
-    ) -> None:
-        self.sequences, self.seed = sequences, seed
-        self.global_batch_size, self.local_batch_size = global_batch_size, local_batch_size
-        self.share = global_batch_size // batch_ranks
-        self.batch_rank, self.consumed_sequences = batch_rank, consumed_sequences
+    sequences: PackedSequences
+    seed: int
+    global_batch_size: int
+    """A multiple of local_batch_size x batch_ranks."""
+    local_batch_size: int
+    batch_rank: int = 0
+    batch_ranks: int = 1
+    consumed_sequences: int = 0
 
     def __iter__(self) -> Iterator[np.ndarray]:
-        step_start = self.consumed_sequences
+        step_start, share = self.consumed_sequences, self.global_batch_size // self.batch_ranks
         while True:
-            start = step_start + self.batch_rank * self.share
-            for first in range(start, start + self.share, self.local_batch_size):
+            start = step_start + self.batch_rank * share
+            for first in range(start, start + share, self.local_batch_size):
                 positions = np.arange(first, first + self.local_batch_size)
                 yield self.sequences.at(positions, self.seed)
             step_start += self.global_batch_size
@@ -91,47 +88,32 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def build_loader(
-    sequences: PackedSequences,
-    *,
-    seed: int,
-    global_batch_size: int,
-    local_batch_size: int,
-    document_mask: bool = False,
-    batch_rank: int = 0,
-    batch_ranks: int = 1,
-    consumed_sequences: int = 0,
-    num_workers: int = 0,
-    persistent_workers: bool = False,
-    pin_memory: bool = False,
-    prefetch_factor: int | None = None,
+    order: Order, document_mask: bool = False, config: DataLoader | None = None
 ) -> Iterator[dict[str, Tensor]]:
-    """Micro-batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
+    """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask there are document_ids too, and positions restart at each document.
-
-    global_batch_size is a multiple of local_batch_size x batch_ranks. The position in the order is all the state that
-    there is, and it is the caller's: so the number of workers and of ranks may change at any step. A worker that dies
-    is a RuntimeError.
+    With document_mask there are document_ids too, and positions restart at each document. A worker that dies is a
+    RuntimeError.
     """
-    order = _Order(sequences, seed, global_batch_size, local_batch_size, batch_rank, batch_ranks, consumed_sequences)
+    config = config or DataLoader()
     context = multiprocessing.get_context("spawn")
     leaving = context.RawValue("b", 0)
     atexit.register(setattr, leaving, "value", 1)
     # torchdata 0.11 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(
-        _Batches(sequences, document_mask),
+        _Batches(order.sequences, document_mask),
         sampler=order,
         batch_size=None,
-        num_workers=num_workers,
-        persistent_workers=persistent_workers,
-        pin_memory=pin_memory,
-        prefetch_factor=prefetch_factor,
+        num_workers=config.num_workers,
+        persistent_workers=config.persistent_workers,
+        pin_memory=config.pin_memory,
+        prefetch_factor=config.prefetch_factor,
         generator=torch.Generator(),  # or each start would draw from the global random state
         worker_init_fn=partial(_start_worker, leaving),
         # Forked workers deadlock where the parent has run multi-threaded operations; and SIGTERM to the process group
         # would end a fork server, and with it the workers.
-        multiprocessing_context=context if num_workers else None,
+        multiprocessing_context=context if config.num_workers else None,
     )
     return _batches(loader)
 

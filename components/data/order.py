@@ -1,6 +1,10 @@
 """The one global order of sequences: a seeded permutation for each epoch, computed rather than held."""
 
+from typing import Any
+
 import numpy as np
+
+from components.config import ConfigError, JobConfig
 
 _ROUNDS = 6
 
@@ -20,6 +24,29 @@ def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndar
     while (outside := permuted >= num_sequences).any():
         permuted[outside] = _feistel(permuted[outside], keys[outside], half_bits)
     return permuted.astype(np.int64)
+
+
+def data_order(data_key: str, config: JobConfig) -> dict[str, Any]:
+    """What decides which sequence comes when."""
+    return {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+
+
+def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_size: int) -> None:
+    """Whether a run goes on in the order that its checkpoint was in: both by what train.py's Run.state gives.
+
+    global_batch_size: as the job file has it, -1 where it follows from the layout.
+
+    Raises:
+        ConfigError: with all that differs.
+    """
+    order = now["data_order"]
+    changed = [f"{key} was {was}, is {order[key]}" for key, was in saved["data_order"].items() if order[key] != was]
+    size, size_now = saved["global_batch_size"], now["global_batch_size"]
+    if global_batch_size == -1 and size != size_now:
+        changed.append(f"training.global_batch_size is unset and would be {size_now}; set it to {size}")
+    if changed:
+        remedy = 'to start the data anew, set checkpoint.exclude_from_loading = ["dataloader"]'
+        raise ConfigError([f"the checkpoint continues another run: {change}; {remedy}" for change in changed])
 
 
 def _feistel(value: np.ndarray, keys: np.ndarray, half_bits: int) -> np.ndarray:

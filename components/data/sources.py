@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +16,6 @@ REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 HUB = {"c4": "allenai/c4:en"}
 """Other names of datasets of the Hugging Face hub."""
 
-TEXT = {".txt", ".text"}
-ENDINGS = TEXT | {".jsonl", ".parquet"}
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -28,6 +26,10 @@ class BadRecord:
     reason: str
 
 
+Reader = Callable[[Path, str], Iterator[str | BadRecord]]
+"""Documents of a file, given the field that holds the text."""
+
+
 def find_files(path: str) -> list[Path]:
     """The data files of a file, a folder (with those inside it) or a glob, sorted; empty and hidden ones are left out.
 
@@ -35,15 +37,15 @@ def find_files(path: str) -> list[Path]:
         ConfigError: nothing is there, or a file that is named has an ending that cannot be read.
     """
     given = Path(os.path.expanduser(path))
-    known = ", ".join(sorted(ENDINGS))
+    known = ", ".join(sorted(READERS))
     if given.is_file():
-        if given.suffix not in ENDINGS:
+        if given.suffix not in READERS:
             raise ConfigError(f'training data {path}: ending "{given.suffix}" is not one of {known}')
         found = [given]
     elif given.is_dir():
-        found = [file for file in walk(given) if file.suffix in ENDINGS]
+        found = [file for file in walk(given) if file.suffix in READERS]
     else:
-        found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in ENDINGS]
+        found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in READERS]
         if not found and not glob.has_magic(str(given)):
             raise ConfigError(f"training data {path}: no such file or folder")
     full = sorted(file for file in found if file.stat().st_size)
@@ -77,19 +79,14 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
     """The documents of one file in order: a text file is one, a JSONL line or a parquet row is one each."""
-    if file.suffix in TEXT:
-        yield _read_text(file)
-    elif file.suffix == ".jsonl":
-        yield from _read_jsonl(file, text_field)
-    else:
-        yield from _read_parquet(file, text_field)
+    return READERS[file.suffix](file, text_field)
 
 
-def _read_text(file: Path) -> str | BadRecord:
+def _read_text(file: Path, text_field: str) -> Iterator[str | BadRecord]:
     try:
-        return file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
+        yield file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        return BadRecord(f"{file}: not UTF-8 at byte {error.start}")
+        yield BadRecord(f"{file}: not UTF-8 at byte {error.start}")
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
@@ -130,3 +127,12 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
                 yield text if isinstance(text, str) else BadRecord(f"{file}: row {number}: no text in {text_field}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         yield BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}")
+
+
+READERS: dict[str, Reader] = {
+    ".txt": _read_text,
+    ".text": _read_text,
+    ".jsonl": _read_jsonl,
+    ".parquet": _read_parquet,
+}
+"""By the ending of a file."""

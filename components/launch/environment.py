@@ -53,7 +53,7 @@ def _met(requirement: str) -> bool:
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:
-    """`torch>=2.11` as its three parts; >= and == are all that pyproject.toml uses."""
+    """`torch>=2.13` as its three parts; >= and == are all that pyproject.toml uses."""
     parts = re.fullmatch(r"([\w.\-]+)(>=|==)([\d.]+)", requirement)
     assert parts, f"pyproject.toml: {requirement}: write it as name>=version or name==version"
     return parts[1], parts[2], parts[3]

@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ PEAK_FLOPS = {
     "A100": 312e12,
     "L40S": 362e12,
 }
+
+
+Row = dict[str, Any]
+"""A line of metrics.jsonl."""
 
 
 class Metrics:
@@ -69,31 +74,19 @@ class Metrics:
         """Write the row of a training step: tokens seen so far, and loss, grad_norm, lr and what else is given."""
         if self.rank:
             return
-        now = time.perf_counter()
-        rate = (tokens - self.last_tokens) / (now - self.last_time)
-        full, half = (
-            flops * rate / (self.peak * self.world_size) if self.peak else None for flops in self.flops_per_token
-        )
-        row = {
-            "step": step,
-            **values,
-            "tokens": tokens,
-            "tokens_per_second": rate,
-            "mfu": full,
-            "mfu_causal": half,
-            "memory_gib": _memory_gib(self.device),
-            "seconds": now - self.started,
-        }
+        row: Row = {"step": step, **values, "tokens": tokens}
+        for name, number in NUMBERS.items():
+            row[name] = number(self, row)
         self._write(row)
         steps = self.config.training.steps
-        eta = (steps - step) * (now - self.last_time) / max(1, step - self.last_step)
+        eta = (steps - step) * (time.perf_counter() - self.last_time) / max(1, step - self.last_step)
         parts = [
             f"step {step:>{len(str(steps))}}/{steps}",
             f"loss {values['loss']:.4f}",
             f"grad norm {values['grad_norm']:.3f}",
             f"lr {values['lr']:.2e}",
-            f"{rate:,.0f} tokens/s",
-            *([f"mfu {full:.1%}"] if full else []),
+            f"{row['tokens_per_second']:,.0f} tokens/s",
+            *([f"mfu {row['mfu']:.1%}"] if row["mfu"] else []),
             f"{row['memory_gib']:.2f} GiB",
             f"eta {_duration(eta)}",
         ]
@@ -101,6 +94,14 @@ class Metrics:
             parts.append(f"{skipped:.0f} steps skipped")
         self._print("  ".join(parts), colour="36")
         self.restart_clock(step, tokens)
+
+    def tokens_per_second(self, row: Row) -> float:
+        """Since the row before, validation and saving left out."""
+        return (row["tokens"] - self.last_tokens) / (time.perf_counter() - self.last_time)
+
+    def mfu(self, row: Row, flops_per_token: int) -> float | None:
+        """The part of all ranks' peak FLOP/s that this many for each token are; None on an unknown device."""
+        return flops_per_token * row["tokens_per_second"] / (self.peak * self.world_size) if self.peak else None
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
         """Write the row of a validation."""
@@ -152,6 +153,16 @@ class Metrics:
             "config": to_dict(self.config),
         }
         (self.folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+
+
+NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
+    "tokens_per_second": Metrics.tokens_per_second,
+    "mfu": lambda metrics, row: metrics.mfu(row, metrics.flops_per_token[0]),
+    "mfu_causal": lambda metrics, row: metrics.mfu(row, metrics.flops_per_token[1]),
+    "memory_gib": lambda metrics, row: _memory_gib(metrics.device),
+    "seconds": lambda metrics, row: time.perf_counter() - metrics.started,
+}
+"""Numbers of each logged step, made in this order of the row so far: step, tokens, and what train.py's log gives."""
 
 
 class _TensorBoard:

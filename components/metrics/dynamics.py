@@ -1,7 +1,7 @@
 """What happens inside the model at every n-th step, by layer: norms of gradient, weights and update; attention logits.
 
-The numbers are of the whole model and the whole global batch, so they are the same at every layout. A step that is not
-sampled does nothing more than one without this.
+Norms are of what is trained. The numbers are of the whole model and the whole global batch, so they are the same at
+every layout. A step that is not sampled does nothing more than one without this.
 """
 
 import math
@@ -27,9 +27,9 @@ class Dynamics:
         self.freq, self.mesh, self.sampled = freq, mesh, False
         if not freq:
             return
-        self.parts = _number_parts(name for name, _ in model.named_parameters())
+        self.parts = _number_parts(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self.layers = _number_parts(name for name, module in model.named_modules() if _is_attention_core(module))
-        named = [each for stage in stages for each in stage.named_parameters()]
+        named = [each for stage in stages for each in stage.named_parameters() if each[1].requires_grad]
         self.parameters = [(self.parts[_part(name)], parameter) for name, parameter in named]
         modules = [each for stage in stages for each in stage.named_modules()]
         cores = [(name, module) for name, module in modules if _is_attention_core(module)]
@@ -58,7 +58,8 @@ class Dynamics:
         """Put together what ranks know: a message for each dimension of the mesh, or two; not one for each layer."""
         if not self.sampled:
             return
-        self.squares = torch.stack([shards.squares() for shards in self.shards]).sum(dim=0)
+        none = torch.zeros(3, len(self.parts), dtype=torch.float64, device=self.mesh.device_type)
+        self.squares = sum((shards.squares() for shards in self.shards), none)
         self.shards = []
         self.logits = torch.full((len(self.layers),), -math.inf, device=self.mesh.device_type)
         for layer, core in self.cores:

@@ -35,6 +35,8 @@ from parallelize.groups import cpu_backend, gather
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""In which a number that an optimizer counts in Python is saved."""
 _TIMEOUT = timedelta(hours=1)  # for ranks that wait while others write, or while the first one makes files durable
 
 
@@ -137,7 +139,11 @@ class Checkpointer:
         with_optimizer = not (model_only or "optimizer" in self.config.exclude_from_loading)
         if with_optimizer:
             _allocate_state(self.optimizer)
-        load_tensors(self._tensors(with_optimizer), folder, self._group)
+        tensors = self._tensors(with_optimizer)
+        load_tensors(tensors, folder, self._group)
+        for name, state, key in self._kept() if with_optimizer else ():
+            if not isinstance(state[key], Tensor):
+                state[key] = type(state[key])(tensors[name].item())
         return read_json(folder / "state.json")
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
@@ -146,10 +152,19 @@ class Checkpointer:
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 tensors[f"model.{name}"] = parameter.detach()
-                moments = self.optimizer.state.get(parameter, {}) if with_optimizer else {}
-                assert moments or not (with_optimizer and self.optimizer.state), f"{name} has no moments"
-                tensors |= {f"optimizer.{name}.{moment}": value for moment, value in moments.items()}
+        for name, state, key in self._kept() if with_optimizer else ():
+            value = state[key]
+            tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])
         return tensors
+
+    def _kept(self) -> Iterator[tuple[str, dict[str, Any], str]]:
+        """What the optimizer keeps, of trained parameters alone: its name here, the dict that has it, its key there."""
+        for stage in self.stages:
+            for name, parameter in stage.named_parameters():
+                state = self.optimizer.state.get(parameter, {})
+                missing = parameter.requires_grad and self.optimizer.state and not state
+                assert not missing, f"{name} is trained, and the optimizer keeps nothing of it"
+                yield from ((f"optimizer.{name}.{key}", state, key) for key in state if state[key] is not None)
 
     def _together(self, action: Callable[[], Any], first_only: bool = False) -> list:
         return together(action, first_only, self._group)

@@ -17,6 +17,13 @@ _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, a
 _CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what stays in a core's cache; what fills a GPU
 
 
+def give_memory(stages: list[nn.Module], device: torch.device) -> None:
+    """Move stages from the meta device to one where they have memory, with whatever is in it."""
+    for stage in stages:
+        stage.to_empty(device=device)
+        stage.tie_weights()  # type: ignore[operator]
+
+
 def initialize_weights(model: nn.Module, init_std: Callable[[str], float | None], seed: int) -> None:
     """Fill every parameter in place: normal with init_std(name), or ones where that is None."""
     for name, parameter in model.named_parameters():

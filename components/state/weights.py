@@ -29,7 +29,7 @@ _FILE_BYTES = 5 * 2**30  # at the most, unless one tensor is larger
 class HuggingFaceModel(Protocol):
     """What a model offers for this."""
 
-    def named_parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+    def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]: ...
 
     def hf_name(self, name: str) -> str:
         """A parameter's name there."""
@@ -92,8 +92,8 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
         if there.get(name, shape) != shape
     ]
     # Old files hold rotary frequencies; and some, of a model that has tied its head to the embedding, both.
-    tied = {model.hf_name("output.weight")} if model.hf_config()["tie_word_embeddings"] else set()
-    extra = sorted(there.keys() - wanted.keys() - tied)
+    all_names = {model.hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
     config_file = path / "config.json"
     try:

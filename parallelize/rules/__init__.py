@@ -16,7 +16,8 @@ from parallelize.rules.pipeline import (
     tied_misfit,
 )
 from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
-from parallelize.stages import SPLIT_BACKWARD
+from parallelize.rules.torch_names import PROVEN, check_torch, untried
+from parallelize.schedules import SCHEDULES, schedule_of
 
 
 @dataclass(frozen=True)
@@ -86,10 +87,10 @@ def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
             'an error; a number of layers, as "2", or mode = "full" would do'
         )
-    schedule = config.parallelism.pipeline_parallel_schedule
-    if degrees.pp > 1 and schedule in SPLIT_BACKWARD:
+    parallelism = config.parallelism
+    if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
         return (
-            f"{schedule} goes backward twice, for inputs and for weights, and what "
+            f"{parallelism.pipeline_parallel_schedule} goes backward twice, for inputs and for weights, and what "
             'was kept is there for one; a number of layers, as "2", or mode = "full" would do'
         )
     return ""
@@ -120,6 +121,17 @@ def _rotate_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models.attention import KERNELS
+
+    kernel = config.model.attention_kernel
+    if kernel not in KERNELS:
+        return _not_among(kernel, KERNELS)
+    if kernel == "auto" or degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
+        return ""
+    return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
+
+
 def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.compile.enable or config.compile.backend == "inductor":
         return ""
@@ -145,6 +157,7 @@ RULES = [
     _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
     _misfit("parallelism.context_parallel_rotate_method", _rotate_misfit),
     _misfit("model.converters", _float8_misfit),
+    _misfit("model.attention_kernel", _kernel_misfit),
     _misfit("compile.backend", _backend_misfit),
     _pipeline("pipeline_parallel_schedule", stages_misfit),
     _pipeline("pipeline_parallel_degree", layers_misfit),
@@ -212,12 +225,14 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
     torch_path = str(spec.origin if spec else "")
     inductor = config.compile.enable and config.compile.backend == "inductor"
     wrong = {
+        "comm.mode": config.comm.mode == "fake_backend",
         "compile.backend": inductor and cuda is None and " " in torch_path,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
         "model.converters": float8 and (cuda is None or cuda < (8, 9)),
     }
     reasons = {
+        "comm.mode": "train.py trains; a dry run is started by ./run_train.sh",
         "compile.backend": f"on the CPU it cannot link with a torch whose path has a space: {torch_path}",
         "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
         "parallelism.enable_async_tensor_parallel": "it needs CUDA",
@@ -248,15 +263,18 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
-    """Raises ConfigError with every rule that the layout breaks, or where there is no such model."""
+    """Raises ConfigError with every rule that the layout breaks, or where there is no such model, schedule or torch."""
+    check_torch(config, degrees)
     check_model(config)
+    if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
+        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", _not_among(schedule, SCHEDULES)))
     if broken := list(broken_rules(config, degrees)):
         raise ConfigError(broken)
 
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
     """Layouts that are right but hardly meant, each with what would be better."""
-    found = []
+    found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
     if ranks_per_node % degrees.tp:
         found.append(
             f"parallelism.tensor_parallel_degree = {degrees.tp}: a group of {degrees.tp} ranks spans nodes of "

@@ -3,21 +3,17 @@
 from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import near_multiples, sizes_of
-from parallelize.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, layers_of_stages, number_of_stages
+from parallelize.schedules import layers_of_stages, number_of_stages, schedule_of
 
 
 def stages_misfit(config: JobConfig, degrees: Degrees) -> str:
-    parallelism, pp = config.parallelism, degrees.pp
-    stages, schedule = number_of_stages(parallelism, sizes_of(config).n_layers), parallelism.pipeline_parallel_schedule
-    if schedule in ONE_STAGE:
-        wanted = "" if stages == pp else f"one stage a rank: {pp}"
-    elif schedule in V_SHAPED:
-        wanted = "" if stages == 2 * pp else f"two stages a rank: {2 * pp}"
-    else:
-        wanted = "" if stages % pp == 0 and stages >= 2 * pp else f"two or more stages a rank: {2 * pp}, {3 * pp}, ..."
-    if not wanted:
+    pp, (least, most) = degrees.pp, schedule_of(config.parallelism).stages_a_rank
+    stages = number_of_stages(config.parallelism, sizes_of(config).n_layers)
+    if stages % pp == 0 and least <= stages // pp <= most:
         return ""
-    return f"it needs {wanted}, not {stages} (pipeline_parallel_layers_per_stage, module_fqns_per_model_part)"
+    wanted = f"{least * pp}" if least == most else f"{least * pp}, {(least + 1) * pp}, ..."
+    keys = "pipeline_parallel_layers_per_stage, module_fqns_per_model_part"
+    return f"on {pp} ranks it needs {wanted} stages, not {stages} ({keys})"
 
 
 def layers_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -52,15 +48,11 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
     local, size = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
     if local % size:
         return f"training.local_batch_size = {local} is no multiple; {near_multiples(local, size)} would be"
-    count, schedule = local // size, config.parallelism.pipeline_parallel_schedule
-    stages = number_of_stages(config.parallelism, sizes_of(config).n_layers)
-    makes = f"training.local_batch_size = {local} makes {count} micro-batches, but {schedule} needs"
-    if schedule in ("1F1B", "DualPipeV") and count < stages:
-        return f"{makes} as many as stages, {stages}"
-    rounds = max(1, count // degrees.pp)
-    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble") and count % rounds:
-        return f"{makes} a multiple of {rounds}: {near_multiples(count, degrees.pp)} would be"
-    return ""
+    count, schedule = local // size, schedule_of(config.parallelism)
+    lacks = schedule.lacks(count, degrees.pp, number_of_stages(config.parallelism, sizes_of(config).n_layers))
+    name = config.parallelism.pipeline_parallel_schedule
+    makes = f"training.local_batch_size = {local} makes {count} micro-batches, but {name} needs"
+    return f"{makes} {lacks}" if lacks else ""
 
 
 def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -68,7 +60,7 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     sharded = degrees.dp_shard * degrees.cp > 1 or degrees.dp_replicate > 1
     if not (sharded and parallelism.fsdp_reshard_after_forward == "always"):
         return ""
-    if parallelism.pipeline_parallel_schedule not in SPLIT_BACKWARD:
+    if not schedule_of(parallelism).splits_backward:
         return ""
     return (
         f"{parallelism.pipeline_parallel_schedule} computes gradients of weights after those of inputs, and torch then "

@@ -8,7 +8,7 @@ from parallelize.mesh import Degrees
 
 
 def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """Sequences of one optimizer step: as set, or one micro-batch on every batch rank."""
+    """Sequences of one optimizer step: as set, or local_batch_size on every batch rank."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch_ranks

@@ -36,7 +36,7 @@ MODES = {
 
 def measure(run: train.Run) -> tuple[float, float]:
     """MiB that forward leaves (not counted where it is compiled), and seconds of the fastest of five steps."""
-    batches, seconds = train.micro_batches(run), []
+    batches, seconds = train.local_batches(run), []
     for _ in range(5):
         started = time.perf_counter()
         train.train_step(run, batches, train.valid_tokens(run))

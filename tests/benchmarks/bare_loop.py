@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     one_rank = ["--parallelism.data_parallel_replicate_degree", "1", "--training.local_batch_size", "8"]
     config = load_config(["--job.config_file", str(RECIPE), "--job.dump_folder", tempfile.mkdtemp(), *one_rank, *argv])
     run = train.build(config, init_distributed(60))
-    batches = train.micro_batches(run)
+    batches = train.local_batches(run)
 
     model_class, flavors = MODELS[config.model.name]
     model = model_class(flavors[config.model.flavor])

@@ -21,7 +21,7 @@ PAIRS = 12
 
 def measure(run: train.Run) -> list[float]:
     """For each pair of steps, the time of the sampled one over that of the other."""
-    batches, ratios = train.micro_batches(run), []
+    batches, ratios = train.local_batches(run), []
     for _ in range(PAIRS):
         seconds = []
         for _ in range(2):

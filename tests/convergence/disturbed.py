@@ -33,12 +33,12 @@ def move_by_one_ulp(stage: nn.Module, seed: int) -> None:
 
 
 def in_another_order(run: train.Run, batches: Iterator[train.Batch], seed: int) -> Iterator[train.Batch]:
-    """This rank's sequences of each step, shuffled among its micro-batches; ranks that share them agree."""
+    """This rank's sequences of each step, shuffled among its local batches; ranks that share them agree."""
     while True:
-        step = [next(batches) for _ in range(run.accumulation)]
+        step = [next(batches) for _ in range(run.accumulation_steps)]
         joined = {name: torch.cat([batch[name] for batch in step]) for name in step[0]}
-        size = len(joined["tokens"]) // run.accumulation
-        order = torch.from_numpy(np.random.default_rng((seed, run.step)).permutation(size * run.accumulation))
+        size = len(joined["tokens"]) // run.accumulation_steps
+        order = torch.from_numpy(np.random.default_rng((seed, run.step)).permutation(size * run.accumulation_steps))
         for rows in order.split(size):
             yield {name: tensor[rows] for name, tensor in joined.items()}
 
@@ -54,8 +54,8 @@ def disturb(kind: str, seed: int) -> None:
 
         vars(train)["initialize_weights"] = initialize_beside
     elif kind == "order":
-        micro_batches: Any = train.micro_batches
-        vars(train)["micro_batches"] = lambda run: in_another_order(run, micro_batches(run), seed)
+        local_batches: Any = train.local_batches
+        vars(train)["local_batches"] = lambda run: in_another_order(run, local_batches(run), seed)
     else:
         raise ValueError(f"{kind}: expected order or ulp")
 

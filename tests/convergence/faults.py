@@ -55,14 +55,14 @@ FAULTS = (
           "divide_factor(1.0)", "divide_factor(2.0)"),
     Fault("gradients averaged over a pipeline's micro-batches", "pp 2", "parallelize.pipeline", "Pipeline.__init__",
           "scale_grads=False", "scale_grads=True"),
-    Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.tensor", "align_gradients",
+    Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.sharding", "align_gradients",
           "gradient.redistribute(placements=parameter.placements)", _OWN_NORM),
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
           "index_select(1, mine)", _UNSHUFFLED),
-    Fault("a micro-batch's gradients dropped", "one rank", "train", "train_step",
+    Fault("an accumulation step's gradients dropped", "one rank", "train", "train_step",
           "part.backward()", "part.backward() if number else None"),
     Fault("weight decay on norms", "one rank", "components.optimizer", "build_optimizer",
-          '"weight_decay": 0.0', '"weight_decay": config.weight_decay'),
+          "group.decay * config", "config"),
     Fault("learning rate one step late", "one rank", "train", "train_step",
           "learning_rate(run.step,", "learning_rate(max(1, run.step - 1),"),
     Fault("data repeated after a resume", "resume 10", "train", "resume",
@@ -79,9 +79,9 @@ FAULTS = (
           "+ offset[dim]", "+ 0 * offset[dim]"),
     Fault("gradients not clipped", "one rank", "components.optimizer", "clip_gradients",
           ".clamp(max=1.0)", ".clamp(min=1.0, max=1.0)"),
-    Fault("loss divided by the micro-batches too", "one rank", "train", "train_step",
-          "(**batch) / valid", "(**batch) / valid / run.accumulation"),
-    Fault("replicas see the same sequences", "ddp 2", "train", "micro_batches",
+    Fault("loss divided by the accumulation steps too", "one rank", "train", "train_step",
+          "(**batch) / valid", "(**batch) / valid / run.accumulation_steps"),
+    Fault("replicas see the same sequences", "ddp 2", "train", "local_batches",
           "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
 )  # fmt: skip
 
@@ -97,7 +97,7 @@ def overrides(layout: str) -> tuple[str, ...]:
         *("--parallelism.tensor_parallel_degree", str(degrees.tp)),
         *("--parallelism.context_parallel_degree", str(degrees.cp)),
         *("--parallelism.pipeline_parallel_degree", str(degrees.pp)),
-        # Two micro-batches of a step; a pipeline has its own.
+        # Two accumulation steps; a pipeline has micro-batches.
         *("--training.local_batch_size", str((18 if degrees.pp == 1 else 36) // degrees.batch_ranks)),
     )
 

@@ -1,0 +1,63 @@
+"""Every key of a job file with its type; and the words for a type, a value and a mistake."""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from components.config.names import RENAMED, UNAVAILABLE
+from components.config.tables import JobConfig
+
+
+class ConfigError(Exception):
+    """A user's mistake: shown without a traceback, exit code 2."""
+
+    def __init__(self, messages: str | list[str]) -> None:
+        self.messages = [messages] if isinstance(messages, str) else messages
+        super().__init__("\n".join(self.messages))
+
+
+def describe_type(annotation: Any) -> str:
+    """What a key takes, in words: "an integer of 1 or more", '"fused" or "foreach"'."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        bounds = [
+            _BOUNDS[name].format(getattr(bound, name))
+            for bound in arguments[1:]
+            for name in _BOUNDS
+            if hasattr(bound, name)
+        ]
+        return " ".join([describe_type(arguments[0]), " and ".join(bounds)]).strip()
+    if origin is typing.Literal:
+        return " or ".join(show(value) for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe_type(part) for part in arguments if part is not type(None))
+    if origin is list:
+        return f"a list of {describe_type(arguments[0])}"
+    return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[annotation]
+
+
+_BOUNDS = {"ge": "of {} or more", "gt": "above {}", "le": "of {} or less", "lt": "below {}", "min_length": "not empty"}
+
+
+def show(value: Any) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else "unset" if value is None else str(value)
+
+
+def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of every table, with its annotated type."""
+    hints = typing.get_type_hints(table, include_extras=True)
+    for field in dataclasses.fields(table):
+        if dataclasses.is_dataclass(hints[field.name]):
+            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
+        elif prefix:
+            yield f"{prefix}{field.name}", hints[field.name]
+
+
+FIELDS = dict(_fields())
+NAMES = [*FIELDS, *UNAVAILABLE, *RENAMED]
+TABLES = sorted({name.rpartition(".")[0] for name in NAMES} | {"quantize", "quantize.linear", "quantize.grouped_mm"})

@@ -1,0 +1,97 @@
+"""The tables of what a run writes, and of the checkpoints that it reads; the others are in tables.py."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from annotated_types import Ge
+
+from components.config.bounds import Name, NonNegative, Positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """The run as a whole."""
+
+    config_file: str | None = None
+    """TOML job file; relative to the current folder."""
+    dump_folder: Name = "./outputs"
+    """Everything that a run writes goes into this folder; with checkpoints, a second run in it continues the first."""
+    description: str = "default job"
+    """A line for people, kept in run.json."""
+    print_config: bool = False
+    """Print the resolved job file at start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """What is logged, and where to. metrics.jsonl, run.json and loss.png are always written."""
+
+    log_freq: Positive = 10
+    """Log every so many steps; between them the host never waits for the device."""
+    dynamics_freq: NonNegative = 0
+    """Every so many steps, log norms of each layer's gradient, weights and update, and its largest attention logit
+    (docs/dynamics.md); 0 for never."""
+    color_printing: bool = True
+    """Colours on the console, where it is a terminal."""
+    enable_tensorboard: bool = False
+    """Write TensorBoard events."""
+    save_tb_folder: Name = "tb"
+    """Folder of the TensorBoard events, inside dump_folder."""
+    enable_wandb: bool = False
+    """Log to Weights & Biases; WANDB_MODE=offline needs no network."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profiling:
+    """Traces and memory snapshots, on request."""
+
+    enable_profiling: bool = False
+    """Write torch.profiler traces (chrome://tracing, Perfetto)."""
+    save_traces_folder: Name = "profile_traces"
+    """Folder of the traces, inside dump_folder."""
+    profile_freq: Positive = 10
+    """A trace every so many steps."""
+    profiler_active: Positive = 1
+    """Steps recorded in each trace."""
+    profiler_warmup: NonNegative = 3
+    """Steps of each cycle that warm the profiler up and are discarded."""
+    enable_memory_snapshot: bool = False
+    """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
+    save_memory_snapshot_folder: Name = "memory_snapshot"
+    """Folder of the snapshots, inside dump_folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Saving and resuming."""
+
+    enable: bool = False
+    """Save checkpoints, and resume from the newest good one at start."""
+    folder: Name = "checkpoint"
+    """Folder of the checkpoints, inside dump_folder."""
+    interval: Positive = 500
+    """Save every so many steps, and at the last."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """async: training goes on once its tensors are copied to host memory; a thread writes and publishes the copy."""
+    initial_load_path: Name | None = None
+    """Start from this checkpoint (a step-N folder, or a folder of them) when the run has none of its own."""
+    initial_load_model_only: bool = True
+    """From initial_load_path take the weights only; the rest starts anew at step 0."""
+    initial_load_in_hf: bool = False
+    """initial_load_path is a folder of Hugging Face's: safetensors, and config.json."""
+    last_save_model_only: bool = False
+    """The checkpoint of the last step holds only weights; such a run cannot be continued."""
+    last_save_in_hf: bool = False
+    """After the last step, write the weights for Hugging Face too: dump_folder/hugging_face."""
+    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
+    """Precision of the weights that last_save_in_hf writes."""
+    keep_latest_k: NonNegative = 10
+    """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
+    load_step: Annotated[int, Ge(-1)] = -1
+    """Resume from this step; -1 takes the newest that verifies."""
+    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
+    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and so the rate)."""
+    enable_first_step_checkpoint: bool = False
+    """Save step 1 too, to find out early that saving works."""
+    load_only: bool = False
+    """Load as configured but never save."""

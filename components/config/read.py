@@ -1,0 +1,103 @@
+"""Settings as a person wrote them, each with its place: of a TOML job file, and of `--table.key value` overrides."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tomli
+
+from components.config.keys import FIELDS, ConfigError, describe_type, show
+from components.config.names import RENAMED
+
+
+@dataclasses.dataclass
+class Given:
+    """One `table.key = value` as a person wrote it, and where."""
+
+    key: str
+    value: Any
+    origin: str
+
+    def mistake(self, reason: str) -> str:
+        return f"{self.origin}: {self.key} = {show(self.value)}: {reason}"
+
+
+def read_file(path: Path) -> Iterator[Given]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+        document = tomli.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the job file: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except tomli.TOMLDecodeError as error:
+        place = re.search(r"\(at (?:line (\d+), column (\d+)|end of document)\)", str(error))
+        lines = text.splitlines() or [""]
+        line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
+        raise ConfigError(f"{path}:{line}:{column}: not TOML: {str(error).partition(' (at')[0]}") from None
+    lines_of = _lines_of_keys(text)
+    for key, value in _flatten(document):
+        line = lines_of.get(key) or lines_of.get(key.rpartition(".")[0])
+        yield Given(key, value, f"{path}:{line}" if line else str(path))
+
+
+def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, dict) and f"{prefix}{name}" not in FIELDS:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _lines_of_keys(text: str) -> dict[str, int]:
+    """The line of each table and key. tomli does not tell; job files are plain enough to be scanned."""
+    lines: dict[str, int] = {}
+    table = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
+            table = re.sub(r"[\s\"']", "", header[1])
+            lines.setdefault(table, number)
+        elif setting := re.match(r"\s*([\w\-\"'. ]+?)\s*=", line):
+            name = re.sub(r"[\s\"']", "", setting[1])
+            lines.setdefault(f"{table}.{name}" if table else name, number)
+    return lines
+
+
+def read_overrides(argv: list[str]) -> Iterator[Given]:
+    """`--table.key value`, `--table.key=value`; a flag alone is true, `--table.no_flag` false; - and _ are the same."""
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        option, equals, raw = word.partition("=")
+        if not option.startswith("--") or "." not in option:
+            raise ConfigError(f"command line: {word}: expected --table.key value")
+        key = option[2:].replace("-", "_")
+        if not equals:
+            alone = not words or re.match(r"--[a-z]", words[0])
+            raw = "true" if alone else words.pop(0)
+            table, _, last = key.rpartition(".")
+            positive = f"{table}.{last.removeprefix('no_')}"
+            if alone and last.startswith("no_") and FIELDS.get(positive) is bool:
+                key, raw = positive, "false"
+            elif alone and key in FIELDS and FIELDS[key] is not bool:
+                raise ConfigError(f"command line: {option}: a value is missing: {describe_type(FIELDS[key])}")
+        yield Given(key, _from_string(key, raw), "command line")
+
+
+def _from_string(key: str, raw: str) -> Any:
+    """A word of the command line as the value that TOML would give; what is not TOML is a string."""
+    if _takes_string(FIELDS.get(RENAMED.get(key, (key, ""))[0])):
+        return raw
+    try:
+        return tomli.loads(f"value = {raw.lower() if raw in ('True', 'False') else raw}")["value"]
+    except tomli.TOMLDecodeError:
+        return raw
+
+
+def _takes_string(annotation: Any) -> bool:
+    if typing.get_origin(annotation) is list:
+        return False
+    return annotation is str or any(_takes_string(member) for member in typing.get_args(annotation))

@@ -1,0 +1,31 @@
+"""What a run says when it starts: model, layout, batch, and a learning rate that will not reach its peak."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from components.config import JobConfig
+from models import MODELS
+from parallelize.mesh import Degrees, draw_layout
+from parallelize.rules import global_batch_size
+from parallelize.schedules import describe_stages
+
+
+def describe(config: JobConfig, degrees: Degrees, parameters: Iterable[Tensor]) -> str:
+    """Lines of text; parameters: those of this rank's stages."""
+    model, training = config.model, config.training
+    lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in parameters):,} parameters"]
+    lines.append(draw_layout(degrees, config.parallelism.pipeline_first))
+    if degrees.pp > 1:
+        lines.append(describe_stages(config.parallelism, MODELS[model.name][1][model.flavor].n_layers))
+    derived = " (derived)" if training.global_batch_size == -1 else ""
+    batch = f"{global_batch_size(config, degrees)} sequences of {training.seq_len} tokens a step{derived}"
+    return "\n".join([*lines, batch, *describe_rate(config.lr_scheduler.warmup_steps, training.steps)])
+
+
+def describe_rate(warmup_steps: int, steps: int) -> list[str]:
+    """A line about a run that ends within its warm-up; none about others."""
+    if steps >= warmup_steps:
+        return []
+    end = f"training.steps = {steps} ends within lr_scheduler.warmup_steps = {warmup_steps}"
+    return [f"{end}: the rate only rises, to {steps / warmup_steps:.0%} of its peak"]

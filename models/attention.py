@@ -1,0 +1,171 @@
+"""Attention's core without parameters: what a query may see, and the kernels that compute with it.
+
+Shapes are named as in layers.py, and T: keys.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Visible:
+    """Which keys each query sees: those up to its own, of its document, and inside the window.
+
+    Keys are 0, 1, ... in the order of the sequence, and the queries are the last of them.
+    """
+
+    queries: int
+    keys: int
+    device: torch.device
+    documents_BT: Tensor | None = None
+    """Each key's document; None where all are of one."""
+    window: int | None = None
+    """Keys that a query sees at most, its own among them."""
+    made: Any = None
+    """What the kernel wants to have of all this: made once a forward, before the layers."""
+
+    @property
+    def is_causal(self) -> bool:
+        """As many queries as keys, each of which sees all up to its own: nothing else is to be known."""
+        return self.queries == self.keys and self.documents_BT is None and self.window is None
+
+    def part(self, start: int, stop: int) -> "Visible":
+        """Of the queries from start to stop alone, whose keys end where they do."""
+        keys = self.keys - self.queries + stop
+        documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
+        return Visible(stop - start, keys, self.device, documents_BT, self.window)
+
+    def dense(self) -> Tensor:
+        """(1, 1, S, T) bool, or with documents (B, 1, S, T): true where the query sees the key."""
+        keys = torch.arange(self.keys, device=self.device)
+        queries = keys[self.keys - self.queries :, None]
+        seen = queries >= keys
+        if self.window is not None:
+            seen = seen & (queries - keys < self.window)
+        if self.documents_BT is None:
+            return seen[None, None]
+        own_BS = self.documents_BT[:, self.keys - self.queries :]
+        return ((own_BS[:, :, None] == self.documents_BT[:, None, :]) & seen)[:, None]
+
+
+class Kernel(NamedTuple):
+    """A way to compute attention."""
+
+    attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor]
+    """Takes q (B, H, S, K), k and v (B, G, T, K), H a multiple of G, and what is visible; gives (B, H, S, K)."""
+    wants: Callable[[Visible], Any] = lambda visible: None
+    """What is made of visible once a forward: a mask, lengths, blocks. The kernel finds it in visible.made."""
+
+    def prepare(self, visible: Visible) -> Visible:
+        return replace(visible, made=self.wants(visible))
+
+
+def _dense_unless_causal(visible: Visible) -> Tensor | None:
+    return None if visible.is_causal else visible.dense()
+
+
+def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """Two products and a softmax."""
+    batch, heads, queries, size = q.shape
+    groups, keys = k.shape[1:3]
+    if visible.made is None:
+        hidden = torch.full((1, 1, queries, keys), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+    else:
+        hidden = torch.where(visible.made, 0.0, -math.inf).to(q.dtype)
+    # Queries that share a key head are stacked, so that keys and values are never repeated.
+    q = q.reshape(batch * groups, -1, size)
+    k, v = k.reshape(batch * groups, keys, size), v.reshape(batch * groups, keys, size)
+    if hidden.shape[0] == 1:
+        hidden = hidden[0].repeat(1, heads // groups, 1)
+    else:
+        hidden = hidden.repeat(1, groups, heads // groups, 1).flatten(0, 1)
+    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=size**-0.5)
+    return (scores.softmax(dim=-1) @ v).view(batch, heads, queries, size)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """torch's fused kernels."""
+    mask, grouped = visible.made, q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """The faster of the two."""
+    short = q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0)
+    return (_plain if short else _sdpa)(q, k, v, visible)
+
+
+# On CPU two products and a softmax beat the fused kernel at short sequences (tests/benchmarks/attention.py).
+_PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
+
+
+KERNELS: dict[str, Kernel] = {
+    "auto": Kernel(_auto, _dense_unless_causal),
+    "plain": Kernel(_plain, _dense_unless_causal),
+    "sdpa": Kernel(_sdpa, _dense_unless_causal),
+}
+"""By the name that model.attention_kernel gives."""
+
+
+class Visibility(nn.Module):
+    """What may be seen, worked out once a forward. Without parameters: context parallel replaces it."""
+
+    kernel = KERNELS["auto"]
+
+    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
+        """For layers that have this window."""
+        length = positions_BS.shape[1]
+        return self.kernel.prepare(Visible(length, length, positions_BS.device, document_ids_BS, window))
+
+
+class AttentionCore(nn.Module):
+    """Attention of (q, k, v), shaped as Kernel says. Without parameters: context parallel and generation replace it."""
+
+    kernel = KERNELS["auto"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest_logit: Tensor | None = None
+        """A float32 scalar that each forward raises to the largest logit that it sees, where there is one."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        if self.largest_logit is not None:
+            raise_to_largest_logit(self.largest_logit, q.detach(), k.detach(), visible.documents_BT, visible.window)
+        return self.kernel.attend(q, k, v, visible)
+
+
+def choose_kernel(model: nn.Module, name: str) -> None:
+    """Let all attention of the model be computed by this one of KERNELS."""
+    for module in model.modules():
+        if isinstance(module, (AttentionCore, Visibility)):
+            module.kernel = KERNELS[name]
+
+
+@torch.library.custom_op("meshwright::raise_to_largest_logit", mutates_args=("largest",))
+def raise_to_largest_logit(
+    largest: Tensor, q: Tensor, k: Tensor, documents_BT: Tensor | None, window: int | None
+) -> None:
+    """Raise a scalar to the largest q k / sqrt(K) that is visible, of q (B, H, S, K) and k (B, G, T, K).
+
+    documents_BT and window are those of Visible. An operation of its own, so that compile leaves the loop a loop.
+    """
+    (heads, queries), (groups, keys) = q.shape[1:3], k.shape[1:3]
+    visible = Visible(queries, keys, k.device, documents_BT, window)
+    rows = max(1, _LOGITS_AT_A_TIME[q.device.type] // (q.shape[0] * heads * keys))
+    for start in range(0, queries, rows):
+        part = visible.part(start, min(start + rows, queries))
+        grouped = q[:, :, start : start + rows].unflatten(1, (groups, -1)).flatten(2, 3)
+        logits = grouped @ k[:, :, : part.keys].transpose(2, 3)
+        logits = logits.unflatten(2, (heads // groups, -1)).flatten(1, 2)
+        found = logits.masked_fill_(~part.dense(), -math.inf).amax().float() * q.shape[3] ** -0.5
+        largest.copy_(torch.maximum(largest, found))
+
+
+_LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
+"""What a cache nearly holds; 128 MiB in bfloat16, which fill a GPU."""

@@ -1,0 +1,80 @@
+"""What each parameter of a model is, and whether it is trained: said once by its family as data, and asked by name.
+
+Names are the same at every layout; modules and tensors are not, since tensor parallel, float8 and FSDP replace them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch import nn
+
+Role = Literal["embedding", "matrix", "norm", "head"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of a parameter but for its shape."""
+
+    role: Role
+    multiplied: bool = True
+    """Every token is multiplied by the whole of it: 2 FLOPs an element in forward."""
+    into_residual: bool = False
+    """Its product is added to the residual stream."""
+    trained: bool = True
+    """It has a gradient, and what the optimizer keeps of it."""
+
+
+EMBEDDING = Kind("embedding", multiplied=False)
+TIED_EMBEDDING = Kind("embedding")  # it is the head's table too
+MATRIX = Kind("matrix")
+OUTPUT_MATRIX = Kind("matrix", into_residual=True)
+NORM = Kind("norm", multiplied=False)
+HEAD = Kind("head")
+
+KINDS: dict[str, Kind] = {
+    "tok_embeddings": EMBEDDING,
+    "layers.*.attention.w[qkv]": MATRIX,
+    "layers.*.attention.wo": OUTPUT_MATRIX,
+    "layers.*.attention.[qk]_norm": NORM,
+    "layers.*.attention_norm": NORM,
+    "layers.*.feed_forward.w[13]": MATRIX,
+    "layers.*.feed_forward.w2": OUTPUT_MATRIX,
+    "layers.*.ffn_norm": NORM,
+    "norm": NORM,
+    "output": HEAD,
+}
+"""Pattern -> kind, of a transformer. A pattern names a parameter or a module that it is in; the longest one counts."""
+
+
+def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Kind:
+    """What a parameter is, by its name; not trained where one of the patterns in frozen covers it.
+
+    Raises:
+        ValueError: no pattern covers it.
+    """
+    covering = [pattern for pattern in kinds if _covers(pattern, name)]
+    if not covering:
+        raise ValueError(f"the model's kinds have no pattern for {name}")
+    longest = max(covering, key=lambda pattern: pattern.count("."))
+    return replace(kinds[longest], trained=not any(_covers(pattern, name) for pattern in frozen))
+
+
+def check_frozen(frozen: Iterable[str], names: Iterable[str]) -> None:
+    """Raises ValueError for patterns that cover none of the names."""
+    names = list(names)
+    if unknown := [pattern for pattern in frozen if not any(_covers(pattern, name) for name in names)]:
+        raise ValueError(f"frozen names parameters that are not there: {', '.join(unknown)}")
+
+
+def set_trained(model: nn.Module) -> None:
+    """Tell autograd which parameters are trained; again after modules have been given new ones."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(model.kind(name).trained)  # type: ignore[operator]
+
+
+def _covers(pattern: str, name: str) -> bool:
+    """Part by part, so that * stands for one; a pattern with fewer parts is a module's."""
+    patterns, parts = pattern.split("."), name.split(".")
+    return len(patterns) <= len(parts) and all(map(fnmatchcase, parts, patterns))

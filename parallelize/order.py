@@ -1,0 +1,50 @@
+"""The fixed order in which every family's layout is applied to a model on the meta device:
+
+  stages             are cut first, so that no device makes what it won't keep
+  float8             swaps linear modules, which tensor parallel then splits
+  tensor parallel    changes what a module's parameters are, so it comes before all that wraps them
+  context parallel   changes only the attention cores
+  compile            takes a layer's `forward`, in which nothing is replaced any more
+  checkpointing      goes around what is compiled: torch 2.13 fails the other way round with tensor parallel
+  data parallel      is outermost, so that `fully_shard` gathers what all the others left
+
+Only then is the model given memory and weights, and its ties again; the schedule of a pipeline is built last.
+"""
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from components.config import JobConfig
+from parallelize.activation import apply_activation_checkpoint
+from parallelize.compile import apply_compile
+from parallelize.context import apply_context_parallel
+from parallelize.data import apply_data_parallel
+from parallelize.float8 import apply_float8
+from parallelize.mesh import Mesh
+from parallelize.pipeline import split_stages
+from parallelize.tensor import apply_tensor_parallel
+
+
+def parallelize(
+    model: nn.Module, mesh: Mesh, config: JobConfig, tp_plan: Mapping[str, ParallelStyle]
+) -> list[nn.Module]:
+    """The stages of the model that this rank holds, laid out and still on the meta device."""
+    # What every parameter is sharded over, with the dimension of its copies in front where there are several.
+    shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
+    stages = split_stages(model, mesh, config.parallelism)
+    for stage in stages:
+        trained = _trained(stage)
+        apply_float8(stage, config.model, config.quantize.linear.float8)
+        apply_tensor_parallel(stage, mesh, tp_plan)
+        apply_context_parallel(stage, mesh, config.parallelism)
+        apply_compile(stage, mesh, config.compile, config.parallelism)
+        apply_activation_checkpoint(stage, config.activation_checkpoint)
+        apply_data_parallel(stage, shards, config.training, config.parallelism)
+        assert _trained(stage) == trained, "a layout has changed a parameter's name, or whether it is trained"
+    return stages
+
+
+def _trained(stage: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in stage.named_parameters()}

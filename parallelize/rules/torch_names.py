@@ -1,0 +1,98 @@
+"""Private names of torch that are used here: torch 2.13 has them, another version may not."""
+
+from functools import cache
+from importlib import import_module, metadata
+from operator import attrgetter
+
+from components.config import ConfigError, JobConfig
+from parallelize.mesh import Degrees
+
+PROVEN = "2.13"
+PRIVATE: dict[str, dict[str, str]] = {
+    "every run": {
+        "torch": "_foreach_mul_ _foreach_norm",
+        "torch.distributed": "ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
+        "ProcessGroupGloo._Options._threads ProcessGroupGloo._Options._timeout",
+        "torch.distributed.device_mesh": "DeviceMesh._unflatten",
+        "torch.distributed.distributed_c10d": "_set_pg_timeout",
+        "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
+    },
+    "dry run": {
+        "torch": "UntypedStorage._cdata ops.aten._local_scalar_dense.default ops.aten.mm.default._schema",
+        "torch._subclasses.fake_tensor": "FakeTensorMode",
+        "torch.distributed.tensor": "DTensor._local_tensor",
+        "torch.testing._internal.distributed.fake_pg": "FakeStore",
+        "torch.utils._python_dispatch": "TorchDispatchMode",
+        "torch.utils._pytree": "tree_leaves",
+    },
+    "training dynamics": {"torch": "_foreach_sub_"},
+    "memory snapshots": {"torch.cuda.memory": "_dump_snapshot _record_memory_history"},
+    "tensor parallel": {"torch.distributed.tensor.parallel": "ParallelStyle._apply"},
+    "ring": {
+        "torch.ops": "aten._scaled_dot_product_flash_attention_for_cpu "
+        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch.distributed.tensor.experimental._context_parallel._attention": "_ContextParallel.AttentionType "
+        "_DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode _enable_cp_dtensor_dispatcher "
+        "_templated_ring_attention _templated_ring_attention_backward custom_ops set_rotate_method",
+    },
+    "ulysses": {"torch.distributed._functional_collectives": "all_to_all_single_autograd"},
+    "checkpointing per operation": {
+        "torch.ops": "_c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce "
+        "_c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor "
+        "aten._scaled_dot_product_cudnn_attention aten._scaled_dot_product_efficient_attention "
+        "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu"
+    },
+    "compile": {"torch._functorch.config": "donated_buffer"},
+    "async tensor parallel": {
+        "torch._inductor.config": "_micro_pipeline_tp",
+        "torch.distributed._symmetric_memory": "enable_symm_mem_for_group",
+    },
+}
+"""By what uses them, and by the module that has them."""
+
+
+def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
+    """Whether a layout has what PRIVATE speaks of."""
+    checkpointing = config.activation_checkpoint
+    return dict.fromkeys(PRIVATE, False) | {
+        "every run": True,
+        "dry run": config.comm.mode == "fake_backend",
+        "training dynamics": config.metrics.dynamics_freq > 0,
+        "memory snapshots": config.profiling.enable_memory_snapshot,
+        "tensor parallel": degrees.tp > 1,
+        config.parallelism.context_parallel_method: degrees.cp > 1,
+        "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
+        "compile": config.compile.enable,
+        "async tensor parallel": config.parallelism.enable_async_tensor_parallel,
+    }
+
+
+@cache
+def torch_version() -> str:
+    return metadata.version("torch")
+
+
+def untried() -> str:
+    """The version of torch if it is not the one that everything was proven on, else nothing."""
+    return "" if torch_version().startswith(f"{PROVEN}.") else torch_version()
+
+
+def lacking(part: str) -> list[str]:
+    """What this torch has not of the names that a part of PRIVATE uses."""
+    names = ((module, name) for module, names in PRIVATE[part].items() for name in names.split())
+    return [f"{module}.{name}" for module, name in names if not _is_there(module, name)]
+
+
+def _is_there(module: str, name: str) -> bool:
+    try:
+        attrgetter(name)(import_module(module))
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
+def check_torch(config: JobConfig, degrees: Degrees) -> None:
+    """Raises ConfigError where a torch that was not tried lacks a private name that the layout uses."""
+    used = [part for part, used in _used(config, degrees).items() if used and part in PRIVATE] if untried() else ()
+    if missing := [f"{name} ({part})" for part in used for name in lacking(part)]:
+        raise ConfigError(f"torch {untried()} lacks {', '.join(missing)}, which this layout uses; {PROVEN} has them")

@@ -1,0 +1,129 @@
+"""Pipeline schedules, a row each, and how layers are cut into stages for them: plain numbers and names."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from components.config import Parallelism
+
+
+def _any_number(count: int, pp: int, stages: int) -> str:
+    return ""
+
+
+def _one_a_stage(count: int, pp: int, stages: int) -> str:
+    return "" if count >= stages else f"as many as stages, {stages}"
+
+
+def _even_rounds(count: int, pp: int, stages: int) -> str:
+    rounds, below = max(1, count // pp), count // pp * pp
+    return f"a multiple of {rounds}: {below} or {below + pp} would be" if count % rounds else ""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What has to be known of a pipeline schedule."""
+
+    found: str
+    """Module and name of its class, one like torch's own."""
+    stages_a_rank: tuple[int, float] = (1, 1)
+    """Least and most."""
+    v_shaped: bool = False
+    """A rank has one stage from the front and its counterpart from the back."""
+    splits_backward: bool = False
+    """The gradients of inputs and those of weights are computed apart."""
+    lacks: Callable[[int, int, int], str] = _any_number
+    """(micro-batches, ranks, stages) -> what number of micro-batches it needs instead, or nothing."""
+
+    @property
+    def one_stage(self) -> bool:
+        """Its class takes one stage, and not a list of them."""
+        return self.stages_a_rank[1] == 1
+
+    def load(self) -> Any:
+        """The class; imports torch."""
+        module, _, name = self.found.rpartition(".")
+        return getattr(import_module(module), name)
+
+
+_TORCH, _TWO, _MORE = "torch.distributed.pipelining.Schedule", (2, 2), (2, math.inf)
+SCHEDULES = {
+    "1F1B": Schedule(f"{_TORCH}1F1B", lacks=_one_a_stage),
+    "GPipe": Schedule(f"{_TORCH}GPipe"),
+    "Interleaved1F1B": Schedule(f"{_TORCH}Interleaved1F1B", _MORE, lacks=_even_rounds),
+    "LoopedBFS": Schedule(f"{_TORCH}LoopedBFS", _MORE),
+    "InterleavedZeroBubble": Schedule(
+        f"{_TORCH}InterleavedZeroBubble", _MORE, splits_backward=True, lacks=_even_rounds
+    ),
+    "ZBVZeroBubble": Schedule(f"{_TORCH}ZBVZeroBubble", _TWO, v_shaped=True, splits_backward=True),
+    "DualPipeV": Schedule(f"{_TORCH}DualPipeV", _TWO, v_shaped=True, splits_backward=True, lacks=_one_a_stage),
+}
+"""By the names of parallelism.pipeline_parallel_schedule."""
+
+
+def schedule_of(parallelism: Parallelism) -> Schedule:
+    return SCHEDULES[parallelism.pipeline_parallel_schedule]
+
+
+def number_of_stages(parallelism: Parallelism, layers: int) -> int:
+    """Stages of the whole pipeline: as listed, or as layers_per_stage makes, or the least that the schedule takes."""
+    if parallelism.module_fqns_per_model_part:
+        return len(parallelism.module_fqns_per_model_part)
+    if parallelism.pipeline_parallel_layers_per_stage:
+        return math.ceil(_weight(parallelism, layers) / parallelism.pipeline_parallel_layers_per_stage)
+    return parallelism.pipeline_parallel_degree * schedule_of(parallelism).stages_a_rank[0]
+
+
+def _weight(parallelism: Parallelism, layers: int) -> int:
+    """Layers, and those that the embedding and the head count as."""
+    ends = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
+    return layers + ends
+
+
+def layers_of_stages(parallelism: Parallelism, layers: int) -> list[int]:
+    """Layers of each stage: even, less what the embedding and the head count as; earlier stages have the remainder."""
+    stages = number_of_stages(parallelism, layers)
+    each, rest = divmod(_weight(parallelism, layers), stages)
+    counts = [each + (stage < rest) for stage in range(stages)]
+    counts[0] -= parallelism.pipeline_parallel_first_stage_less_layers
+    counts[-1] -= parallelism.pipeline_parallel_last_stage_less_layers
+    return counts
+
+
+def modules_of_stages(parallelism: Parallelism, layers: int) -> list[list[str]]:
+    """Names of the modules of each stage."""
+    if parallelism.module_fqns_per_model_part:
+        return parallelism.module_fqns_per_model_part
+    names = iter([f"layers.{layer}" for layer in range(layers)])
+    stages = [[next(names) for _ in range(count)] for count in layers_of_stages(parallelism, layers)]
+    stages[0].insert(0, "tok_embeddings")
+    stages[-1] += ["norm", "output"]
+    return stages
+
+
+def stages_of_rank(parallelism: Parallelism, rank: int, stages: int) -> list[int]:
+    """Which stages a rank of the pipeline holds."""
+    if schedule_of(parallelism).v_shaped:
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, parallelism.pipeline_parallel_degree))
+
+
+def describe_stages(parallelism: Parallelism, layers: int) -> str:
+    """Which rank of the pipeline has which modules, as lines of text."""
+    modules = modules_of_stages(parallelism, layers)
+    lines = []
+    for rank in range(parallelism.pipeline_parallel_degree):
+        stages = stages_of_rank(parallelism, rank, len(modules))
+        lines.append(f"pp {rank}: " + "; ".join(f"stage {stage}: {_shorten(modules[stage])}" for stage in stages))
+    return "\n".join(lines)
+
+
+def _shorten(names: list[str]) -> str:
+    """layers.3, layers.4, layers.5 -> layers 3-5."""
+    layers = [name.removeprefix("layers.") for name in names if name.startswith("layers.")]
+    span = [f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"] if layers else []
+    others = [name for name in names if not name.startswith("layers.")]
+    before = [name for name in others if name == "tok_embeddings"]
+    return ", ".join(before + span + [name for name in others if name not in before])

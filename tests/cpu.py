@@ -1,0 +1,94 @@
+"""Processor time of all processes that a command starts, also of those that it does not wait for.
+
+python -m tests.cpu COMMAND ...        the command's total, in seconds of processor time, at its end
+pytest -p tests.cpu ...                a table by test file (its ranks and commands included), most expensive first
+
+`time` misses ranks: their parent is the fork server, which outlives pytest.
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PR_SET_CHILD_SUBREAPER = 36
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def tree_seconds(root: int) -> float:
+    """Processor time of a process and its descendants, with what they have waited for. Linux only."""
+    children, ticks = defaultdict(list), {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # it has ended
+            continue
+        process = int(path.parent.name)
+        children[int(fields[1])].append(process)
+        ticks[process] = sum(map(int, fields[11:15]))
+    waiting, total = [root], 0
+    while waiting:
+        process = waiting.pop()
+        total += ticks.get(process, 0)
+        waiting += children[process]
+    return total / _TICKS
+
+
+def adopt_orphans() -> None:
+    """Descendants whose parent ends become children of this process: none is lost."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+_BY_FILE = pytest.StashKey[dict[str, float]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    adopt_orphans()
+    config.stash[_BY_FILE] = {"(start and collection)": 0.0}
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    by_file, name = item.config.stash[_BY_FILE], item.path.name
+    before = tree_seconds(os.getpid())
+    if len(by_file) == 1:
+        by_file["(start and collection)"] = before
+    try:
+        return (yield)
+    finally:
+        by_file[name] = by_file.get(name, 0.0) + tree_seconds(os.getpid()) - before
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    by_file = config.stash[_BY_FILE]
+    terminalreporter.section("processor time of all processes, in seconds")
+    for name, seconds in sorted(by_file.items(), key=lambda each: -each[1]):
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(by_file.values()):8.1f}  all")
+
+
+def main(command: list[str]) -> int:
+    """Run a command and wait for all that it has started; print its processor time. Returns its exit code."""
+    adopt_orphans()
+    started = time.perf_counter()
+    code = subprocess.run(command, check=False).returncode
+    while True:
+        try:
+            os.wait()
+        except ChildProcessError:
+            break
+    spent = os.times()
+    seconds = spent.children_user + spent.children_system
+    print(f"{seconds:.1f} s of processor time, {time.perf_counter() - started:.1f} s: {' '.join(command)}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

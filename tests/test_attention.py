@@ -1,0 +1,109 @@
+"""What a query may see: the description, what kernels make of it, and how often it is made."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+from torch.utils.checkpoint import checkpoint
+
+import train
+from models.attention import KERNELS, AttentionCore, Kernel, Visibility, Visible
+from models.llama import FLAVORS, Llama
+from parallelize.groups import gather
+from tests.harness import observe
+
+CP, METHOD = "--parallelism.context_parallel_degree", "--parallelism.context_parallel_method"
+BALANCER = "--parallelism.context_parallel_load_balancer"
+CPU = torch.device("cpu")
+DOCUMENTS = torch.tensor([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3])
+SEEN = {
+    "causal": Visible(12, 12, CPU),
+    "documents": Visible(12, 12, CPU, DOCUMENTS),
+    "window": Visible(12, 12, CPU, window=4),
+    "documents, window": Visible(12, 12, CPU, DOCUMENTS, 3),
+    "after others": Visible(5, 12, CPU),
+    "documents, after others": Visible(5, 12, CPU, DOCUMENTS, 6),
+    "a part": Visible(12, 14, CPU, torch.cat((DOCUMENTS[:, :1], DOCUMENTS, DOCUMENTS[:, -1:]), 1)).part(3, 10),
+}
+
+
+def sees(visible: Visible, row: int, query: int, key: int) -> bool:
+    """In words: the query stands behind the keys that are there before all queries."""
+    place, documents = query + visible.keys - visible.queries, visible.documents_BT
+    together = documents is None or bool(documents[row, place] == documents[row, key])
+    return key <= place and together and (visible.window is None or place - key < visible.window)
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_mask_is_what_the_description_says(name: str) -> None:
+    visible = SEEN[name]
+    dense = visible.dense().expand(2, 1, -1, -1)
+    assert dense.shape == (2, 1, visible.queries, visible.keys)
+    for row, _, query, key in torch.cartesian_prod(*map(torch.arange, dense.shape)).tolist():
+        assert dense[row, 0, query, key] == sees(visible, row, query, key)
+
+
+def test_a_part_is_rows_of_the_whole_without_the_keys_that_none_of_them_sees() -> None:
+    for visible in SEEN.values():
+        part, whole = visible.part(1, 4), visible.dense()
+        assert torch.equal(part.dense(), whole[:, :, 1:4, : part.keys])
+        assert not whole[:, :, 1:4, part.keys :].any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", SEEN)
+def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str) -> None:
+    torch.manual_seed(0)
+    visible = KERNELS[kernel].prepare(SEEN[name])
+    q, k, v = torch.randn(2, 4, visible.queries, 8), *torch.randn(2, 2, 2, visible.keys, 8)
+    logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    right = logits.masked_fill(~visible.dense(), -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+    assert torch.allclose(KERNELS[kernel].attend(q, k, v, visible), right, atol=1e-6)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_it_is_made_once_a_forward_and_layers_are_compiled_once(documents: bool) -> None:
+    made, compiled = [], CompileCounter()
+
+    def count(wants: Callable, visible: Visible) -> Tensor | None:
+        made.append(visible)
+        return wants(visible)
+
+    model, auto = Llama(FLAVORS["tiny"]), KERNELS["auto"]
+    model.visibility.kernel = Kernel(auto.attend, partial(count, auto.wants))
+    for layer in model.layers.children():
+        layer.forward = torch.compile(layer.forward, backend=compiled, fullgraph=True)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    tokens = torch.arange(24).view(2, 12)
+    for _ in range(3):
+        model(tokens, labels=tokens, document_ids=DOCUMENTS if documents else None).backward()
+    assert (len(made), compiled.frame_count) == (3, 1)
+
+
+def look(run: train.Run) -> list:
+    """Of each rank: kernels, and the sizes of what is visible with their masks, of a sequence of 16 tokens."""
+    stage: Any = run.stages[0]
+    part = torch.zeros(1, 16 // run.mesh["cp"].size(), dtype=torch.int64)
+    visible = stage.visibility(part, None)
+    pieces = visible.made if isinstance(visible.made, list) else [visible]
+    modules = [module for module in stage.modules() if isinstance(module, (AttentionCore, Visibility))]
+    names = [name for name, kernel in KERNELS.items() for module in modules if module.kernel is kernel]
+    return gather((names, [(piece.queries, piece.keys, piece.made is None) for piece in pieces]))
+
+
+@pytest.mark.parametrize(
+    ("method", "balancer", "seen"),
+    [
+        ("ulysses", "headtail", [[(16, 16, True)]] * 2),
+        ("allgather_kv", "headtail", [[(4, 4, True), (4, 16, False)], [(4, 8, False), (4, 12, False)]]),
+        ("allgather_kv", "none", [[(8, 8, True)], [(8, 16, False)]]),
+    ],
+)
+def test_context_parallel_masks_no_more_than_it_has_to(method: str, balancer: str, seen: list) -> None:
+    layout = (CP, "2", METHOD, method, BALANCER, balancer, "--model.attention_kernel", "sdpa")
+    found = observe(*layout, ranks=2, steps=0, at_end=look).extra
+    assert found == [(["sdpa"] * 3, each) for each in seen]  # of two layers, and of what they may see
