@@ -41,7 +41,7 @@ from components.config import Checkpoint, ConfigError, load_config
 from components.distributed import leave
 from components.optimizer import build_optimizer
 from parallelize.mesh import Mesh, resolve_degrees
-from tests.harness import RECIPE, SMALL, _whole
+from tests.harness import PRELOADED, RECIPE, SMALL, _whole
 
 # ---------------------------------------------------------------------------------------------- ranks
 
@@ -61,7 +61,7 @@ class Nursery:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there,))
         self.process.start()
