@@ -44,7 +44,7 @@ from components.state.init import give_memory, initialize_weights
 from models import meta_model
 from parallelize import parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
-from tests.harness import RECIPE, SMALL, _whole
+from tests.harness import PRELOADED, RECIPE, SMALL, _whole
 
 # ---------------------------------------------------------------------------------------------- ranks
 
@@ -64,7 +64,7 @@ class Nursery:
 
     def __init__(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness"])
+        context.set_forkserver_preload(PRELOADED)
         self.pipe, there = context.Pipe()
         self.process = context.Process(target=_serve, args=(there,))
         self.process.start()
