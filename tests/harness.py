@@ -169,7 +169,7 @@ def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
             for rank in ranks:
                 rank.start()
             for rank in ranks:
-                rank.join(120 + 20 * len(cases))
+                rank.join(120 + 60 * len(cases))
             codes = [rank.exitcode for rank in ranks]
             for rank in ranks:
                 rank.kill()
