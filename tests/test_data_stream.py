@@ -35,7 +35,8 @@ from components.data.stream import (
     stream_spec,
 )
 from components.data.writer import begin, write
-from tests.test_data import documents_of, ended, processes_of, read, spec_of, start, wait_until
+from tests.caches import documents_of, read, spec_of
+from tests.processes import ended, processes_of, start, wait_until
 
 VERSES = [
     line for line in (ROOT / "assets/kjv/01-genesis.txt").read_text(encoding="utf-8").splitlines() if line.strip()
