@@ -3,6 +3,7 @@
 Each test runs in one process forked from a server that has torch imported; that process forks the ranks.
 """
 
+import atexit
 import functools
 import itertools
 import json
@@ -49,9 +50,10 @@ class Nursery:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
         self.pipe, there = context.Pipe()
-        self.process = context.Process(target=_serve, args=(there,), daemon=True)
+        self.process = context.Process(target=_serve, args=(there,))
         self.process.start()
         there.close()
+        atexit.register(self.end)
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """What function returns in a fork of that process, which may fork ranks."""
@@ -69,6 +71,7 @@ class Nursery:
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         _nursery.cache_clear()
+        atexit.unregister(self.end)
 
 
 def _serve(pipe: Connection) -> None:
