@@ -15,14 +15,13 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import re
 import sys
 import tempfile
 import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,68 +41,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import train
-from components.config import ROOT, load_config
+from components.config import load_config
 from components.launch.ending import leave
 from components.state.checkpoint import Checkpointer
-from models import MODELS
-from models.llama import FLAVORS, LlamaConfig
-from parallelize import parallelize_model
 from parallelize.groups import gather, init_distributed
-
-RECIPE = ROOT / "recipes" / "llama_debug.toml"
-VOCABULARY = 1024
-load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
-for name, (_, flavors) in MODELS.items():
-    parallelize_model(name)
-    debug = flavors["debug"]
-    tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
-    for tied in (False, True):
-        suffix = "_tied" if tied else ""
-        flavors[f"tiny{suffix}"] = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY, tie_embeddings=tied)
-        flavors[f"many_heads{suffix}"] = replace(flavors[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
-        for name, layers in (("long", 6), ("long5", 5), ("long3", 3)):
-            flavors[name + suffix] = replace(flavors[f"many_heads{suffix}"], n_layers=layers, dim=32, ffn_dim=64)
-# Weights are nearly all that it needs memory for.
-FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
-# Tensors of some MiB.
-FLAVORS["wide"] = LlamaConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1536, vocab_size=4096)
-# Nothing here divides by 2, 3 or 4 ranks.
-FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=VOCABULARY + 3)
-
-
-def _prepared(name: str, text: str) -> Path:
-    """A file with this text, that all processes share."""
-    path = ROOT / ".cache" / "tests" / name
-    if not path.exists() or path.read_text(encoding="utf-8") != text:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.rename(path)
-    return path
-
-
-def _clauses() -> Path:
-    """Text whose documents are about as long as the sequences here: each part of a verse is one."""
-    verses = (ROOT / "assets" / "kjv" / "01-genesis.txt").read_text(encoding="utf-8")[:130_000]
-    clauses = [clause for clause in re.split(r"\n|(?<=[.:;?!]) ", verses) if clause]
-    return _prepared("clauses.jsonl", "".join(json.dumps({"text": clause}) + "\n" for clause in clauses))
-
-
-def _tokenizer() -> Path:
-    """The first merges of ours, and 256 special tokens: logits of a large vocabulary take most of a step's time."""
-    ranks = (ROOT / "assets" / "tokenizer" / "tokenizer.model").read_text().splitlines(keepends=True)
-    return _prepared("small.tiktoken", "".join(ranks[: VOCABULARY - 256]))
-
-
-SMALL = [
-    *("--training.dataset_path", str(_clauses()), "--model.hf_assets_path", str(_tokenizer())),
-    *("--model.flavor", "tiny", "--training.seq_len", "32", "--training.global_batch_size", "36"),
-    *("--training.local_batch_size", "36", "--training.steps", "100", "--lr_scheduler.warmup_steps", "0"),
-    *("--optimizer.lr", "1e-3", "--optimizer.eps", "1e-5", "--validation.enable", "false"),
-    *("--parallelism.data_parallel_replicate_degree", "1", "--parallelism.data_parallel_shard_degree", "-1"),
-    *("--checkpoint.enable", "false"),
-]
-"""The debug recipe where a step takes milliseconds. With this eps the sign of near-zero gradients decides nothing."""
+from tests.small import RECIPE, SMALL
 
 PRELOADED = ["pytest", "tests.harness"]
 """What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""

@@ -23,7 +23,8 @@ from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.schedules import SCHEDULES
 from tests import composition
-from tests.harness import BARS, RECIPE, SMALL, Case, Observation, figures, observe, observe_all
+from tests.harness import BARS, Case, Observation, figures, observe, observe_all
+from tests.small import RECIPE, SMALL
 
 Cell = tuple[tuple[str, str], ...]
 """(axis, value) for each axis, in the order of AXES."""
@@ -63,7 +64,6 @@ MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
 _GLOBAL_BATCH = 48
-_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -275,8 +275,8 @@ def one_process(run: tuple[str, ...]) -> Observation:
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     """Run every layout that no rule refuses.
 
-    Those of one mesh share processes, and what DTensor has learnt of that mesh: half of a first step. Only a few do:
-    each leaves its groups' threads.
+    Layouts of one mesh share processes, and DTensor's caches of that mesh, which take half of a first step to fill. Only
+    a few do: each layout leaves the threads of its groups.
     """
     accepted: list[Layout] = []
     for each in layouts:
@@ -286,9 +286,9 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
     for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
-        same = list(group)
-        for start in range(0, len(same), _TOGETHER):
-            batch = same[start : start + _TOGETHER]
+        same, together = list(group), min(8, max(1, 32 // count))
+        for start in range(0, len(same), together):
+            batch = same[start : start + together]
             cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]
             for each, observed in zip(batch, observe_all(cases), strict=True):
                 if isinstance(observed, RuntimeError):

@@ -32,7 +32,8 @@ from tests.checkpoints import (
     value_of,
     weights,
 )
-from tests.harness import RECIPE, SMALL, _whole
+from tests.harness import _whole
+from tests.small import RECIPE, SMALL
 
 # --------------------------------------------------------------------------------------------- layouts
 

@@ -22,7 +22,7 @@ from tests.convergence.__main__ import main
 from tests.convergence.report import Comparison, write
 from tests.convergence.sides import Curve, checkout, parse
 from tests.convergence.verdict import BAND, distances, first_outside, noise_floor, who_moved
-from tests.harness import RECIPE
+from tests.small import RECIPE
 
 SHORT = ("--training.seq_len", "64")
 

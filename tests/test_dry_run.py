@@ -17,7 +17,8 @@ import train
 from components.config import ROOT, load_config
 from components.dry_run import Meter, main, rehearse
 from components.start import check, read_settings
-from tests.harness import PRELOADED, RECIPE, SMALL, observe
+from tests.harness import PRELOADED, observe
+from tests.small import RECIPE, SMALL
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 LONG = ("--model.flavor", "deep", "--training.seq_len", "512", "--training.global_batch_size", "8")

@@ -19,7 +19,8 @@ from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
 from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
-from tests.harness import VOCABULARY, broken_bars, observe, rewrite
+from tests.harness import broken_bars, observe, rewrite
+from tests.small import VOCABULARY
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 TP2 = ("--parallelism.tensor_parallel_degree", "2")

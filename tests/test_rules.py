@@ -15,7 +15,8 @@ from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import RULES, broken_rules, check_device, check_layout, check_model, warnings
-from tests.harness import SMALL, broken_bars, observe
+from tests.harness import broken_bars, observe
+from tests.small import SMALL
 
 
 def config_of(*overrides: str) -> JobConfig:

@@ -13,7 +13,7 @@ from components.config import ConfigError, load_config
 from parallelize.mesh import Degrees, resolve_degrees
 from parallelize.rules import check_layout, torch_names, warnings
 from parallelize.rules.torch_names import PRIVATE, lacking
-from tests.harness import RECIPE
+from tests.small import RECIPE
 from tests.test_imports import ROOT, sources
 
 FULL = {f"{module}.{name}" for part in PRIVATE.values() for module in part for name in part[module].split()}

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from components.config import ROOT, ConfigError
 from parallelize.groups import from_rank_0, gather
-from tests.harness import RECIPE, broken_bars, observe, rewrite
+from tests.harness import broken_bars, observe, rewrite
+from tests.small import RECIPE
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 
 TINY_RUN = [

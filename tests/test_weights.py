@@ -24,7 +24,8 @@ from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
-from tests.harness import RECIPE, SMALL, Observation, broken_bars, observe, rewrite
+from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.small import RECIPE, SMALL
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ from components.config import load_config
 from components.launch.ending import leave
 from models import MODELS
 from parallelize.groups import init_distributed
-from tests.harness import RECIPE
+from tests.small import RECIPE
 
 STEPS, PAIRS = 5, 12
 

@@ -12,7 +12,8 @@ from tests.convergence.__main__ import DISTURBANCES
 from tests.convergence.disturbed import disturb
 from tests.convergence.sides import Curve, parse
 from tests.convergence.verdict import Distance, distances, noise_floor
-from tests.harness import RECIPE, observe, rewrite
+from tests.harness import observe, rewrite
+from tests.small import RECIPE
 
 STEPS, HALF = 20, 10
 SETTINGS = (
