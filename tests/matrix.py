@@ -275,8 +275,7 @@ def one_process(run: tuple[str, ...]) -> Observation:
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     """Run every layout that no rule refuses.
 
-    Layouts of one mesh share processes, and DTensor's caches of that mesh, which take half of a first step to fill. Only
-    a few do: each layout leaves the threads of its groups.
+    A few layouts of one mesh share processes, and so DTensor's caches of that mesh; each leaves its groups' threads.
     """
     accepted: list[Layout] = []
     for each in layouts:
