@@ -54,17 +54,17 @@ def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Ki
     Raises:
         ValueError: no pattern covers it.
     """
-    covering = [pattern for pattern in kinds if _covers(pattern, name)]
+    covering = [pattern for pattern in kinds if covers(pattern, name)]
     if not covering:
         raise ValueError(f"the model's kinds have no pattern for {name}")
     longest = max(covering, key=lambda pattern: pattern.count("."))
-    return replace(kinds[longest], trained=not any(_covers(pattern, name) for pattern in frozen))
+    return replace(kinds[longest], trained=not any(covers(pattern, name) for pattern in frozen))
 
 
 def check_frozen(frozen: Iterable[str], names: Iterable[str]) -> None:
     """Raises ValueError for patterns that cover none of the names."""
     names = list(names)
-    if unknown := [pattern for pattern in frozen if not any(_covers(pattern, name) for name in names)]:
+    if unknown := [pattern for pattern in frozen if not any(covers(pattern, name) for name in names)]:
         raise ValueError(f"frozen names parameters that are not there: {', '.join(unknown)}")
 
 
@@ -74,7 +74,7 @@ def set_trained(model: nn.Module) -> None:
         parameter.requires_grad_(model.kind(name).trained)  # type: ignore[operator]
 
 
-def _covers(pattern: str, name: str) -> bool:
-    """Part by part, so that * stands for one; a pattern with fewer parts is a module's."""
+def covers(pattern: str, name: str) -> bool:
+    """Part by part, so that * stands for one; a pattern with fewer parts names a module, and covers what is in it."""
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) <= len(parts) and all(map(fnmatchcase, parts, patterns))

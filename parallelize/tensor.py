@@ -8,7 +8,6 @@ whose gradient is no larger than a rank's rows, and a head with its loss.
 
 import functools
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
-from models.parameters import set_trained
+from models.parameters import covers, set_trained
 from parallelize.mesh import Mesh
 
 
@@ -35,25 +34,18 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     if tp.size() == 1:
         return
     names = [name for name, _ in model.named_modules()]
-    used = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
+    used = {pattern: style for pattern, style in plan.items() if any(covers(pattern, name) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
     parallelize_module(model, tp, used)
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
+    if whole := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
     set_trained(model)  # styles register new parameters, which would all be trained
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """As parallelize_module does it: part by part, so that * stands for one."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
 def _is_left_out(model: nn.Module, pattern: str) -> bool:
-    """Whether it is about a part of the model that this stage does not hold."""
+    """Whether a pattern names a part of the model that this stage does not hold."""
     part = getattr(model, pattern.partition(".")[0], nn.Identity())
     return part is None or (isinstance(part, nn.ModuleDict) and not len(part))
 
