@@ -1,9 +1,9 @@
-"""Context parallel: each sequence split over cp ranks, which exchange what attention needs.
+"""Context parallel: each sequence is split over cp ranks, which exchange queries, keys and values in attention.
 
-Three methods, each installed on the model's parameterless attention cores (and on what says what they may see):
+Three methods. Each replaces the model's attention cores and, but for the ring, its visibility (models/attention.py):
   ring          torch's ring attention, in its module form (arXiv:2310.01889)
-  allgather_kv  keys and values are gathered, queries stay (arXiv:2407.21783, section 3.3.2)
-  ulysses       heads are exchanged for the whole sequence, and back (arXiv:2309.14509)
+  allgather_kv  an all-gather of keys and values; queries stay (arXiv:2407.21783, section 3.3.2)
+  ulysses       an all-to-all of heads for the whole sequence, and back (arXiv:2309.14509)
 """
 
 from dataclasses import replace
@@ -45,7 +45,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
 
 
 def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
-    """This rank's part of every sequence of a batch {name: (B, S)}: labels and positions travel with their tokens."""
+    """This rank's part of every sequence of a batch {name: (B, S)}; labels and positions stay with their tokens."""
     cp = mesh["cp"]
     if cp.size() == 1:
         return batch
@@ -56,15 +56,15 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
 
 
 def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
-    """Places in the sequence (length,), in the order in which ranks hold them: one rank's pieces after another's."""
+    """Places in the sequence (length,), in the order of ranks: those of rank 0's pieces, then of rank 1's, ..."""
     pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, length, ranks, balanced)]
     return torch.cat([torch.arange(start, stop) for start, stop in pieces])
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
-    """Where the pieces of a sequence that a rank holds start and stop: its equal part.
+    """Start and stop of each piece of a sequence that a rank holds: one piece of `ranks` equal ones.
 
-    Balanced, one of 2 x ranks pieces from the head and its counterpart from the tail.
+    Balanced, it is two of 2 x ranks pieces: one from the head and its counterpart from the tail.
     """
     numbers = (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
     size = length // (ranks * len(numbers))
@@ -72,14 +72,14 @@ def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[
 
 
 def _sorted(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """What all ranks hold, one after another along this dimension, in the order of the sequence."""
+    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence."""
     if not balanced:
         return tensor
     return tensor.index_select(dim, sequence_order(tensor.shape[dim], ranks, balanced).argsort().to(tensor.device))
 
 
 class _Core(AttentionCore):
-    """What a method puts in a core's place on each rank of cp."""
+    """A core that a method puts in the place of the model's, on each rank of cp."""
 
     def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _RingCore(_Core):
 
 
 def _configure_ring(balanced: bool, rotate_method: str) -> None:
-    """torch keeps these settings for the whole process. Its table of kernels lacks the CPU's, which is added."""
+    """Set torch's ring up for the whole process, and add the CPU's kernels, which its table lacks."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
@@ -169,11 +169,11 @@ def _repeated_for_each_head(tensor: Tensor, query: Tensor) -> Tensor:
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-# Methods that take whatever may be seen
+# Methods that take a mask
 
 
 class _WholeSequence(Visibility):
-    """What may be seen in the whole sequence: all of it, or by each piece of this rank's queries."""
+    """What all queries of the whole sequence see; with own_queries, what each piece of this rank's queries sees."""
 
     def __init__(self, cp: DeviceMesh, balanced: bool, own_queries: bool) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class _WholeSequence(Visibility):
 
 
 class _GatheringCore(_Core):
-    """Own queries, all keys and values. Their gradients are summed back to the ranks that they came from."""
+    """This rank's queries and all keys and values, whose gradients are reduce-scattered to the ranks they came from."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)

@@ -37,7 +37,7 @@ def _divides_sequence(length: Callable[[JobConfig], int | None]) -> Misfit:
 
 
 def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
-    """misfit is asked only if there is a pipeline."""
+    """misfit is called only if there is a pipeline."""
     return f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else ""
 
 
@@ -172,7 +172,7 @@ RULES: list[tuple[str, Misfit]] = [
     ("training.document_mask", _document_mask_misfit),
     ("training.global_batch_size", _global_batch_misfit),
 ]
-"""What a mistake is told of, and what finds it."""
+"""The key that a mistake names, and the function that finds the mistake."""
 
 
 def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
@@ -183,7 +183,7 @@ def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
-    """Raises ConfigError for settings that the device has not; cuda: its compute capability, None on the CPU."""
+    """Raises ConfigError for settings that the device cannot honour; cuda: compute capability, None on the CPU."""
     float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
     spec = importlib.util.find_spec("torch")
     torch_path = str(spec.origin if spec else "")
@@ -207,7 +207,7 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
 
 
 def check_model(config: JobConfig) -> None:
-    """Raises ConfigError where model.name or model.flavor is not known, with the nearest that is."""
+    """Raises ConfigError for an unknown model.name or model.flavor, with the nearest known name."""
     from models import MODELS
 
     name, flavor = config.model.name, config.model.flavor
@@ -227,7 +227,7 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
-    """Raises ConfigError with every rule that the layout breaks, or where there is no such model, schedule or torch."""
+    """Raises ConfigError for a torch without the names that are used, an unknown model or schedule, or broken rules."""
     check_torch(config, degrees)
     check_model(config)
     if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
@@ -237,7 +237,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
 
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
-    """Layouts that are right but hardly meant, each with what would be better."""
+    """Accepted layouts that are slow or less exact, each with what would be better."""
     found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
     if ranks_per_node % degrees.tp:
         found.append(
