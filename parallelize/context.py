@@ -143,10 +143,10 @@ def _ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> obje
     mesh, local = tensors[0].device_mesh, [tensor.to_local() for tensor in tensors]
     if len(local) == 3:
         run: Any = partial(ring._templated_ring_attention, op=_forward_on_cpu)
-        names = ("query", "key", "value")
+        names = ["query", "key", "value"]
     else:
         run = partial(ring._templated_ring_attention_backward, op=_backward_on_cpu, grad_out_name="grad_out")
-        names = ("grad_out", "query", "key", "value", "out", "logsumexp")
+        names = ["grad_out", "query", "key", "value", "out", "logsumexp"]
     results = run(group=mesh.get_group(), seq_dim=2, is_causal=is_causal, **dict(zip(names, local, strict=True)))
     return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
 

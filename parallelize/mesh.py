@@ -53,11 +53,7 @@ def minimum_ranks(config: JobConfig) -> int:
 
 
 def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
-    """The degrees for this many ranks.
-
-    Raises:
-        ConfigError: the product of degrees is not world_size; names the nearest layouts that fit.
-    """
+    """The degrees for world_size ranks. Raises ConfigError, with the nearest layouts that fit, for another product."""
     given = {name: getattr(config.parallelism, key) for name, key in _KEYS.items()}
     needed = minimum_ranks(config)
     free = next((name for name, size in given.items() if size == -1), None)

@@ -88,15 +88,11 @@ class Pipeline:
         self._schedule = schedule.load()(
             parts[0] if schedule.one_stage else parts,
             n_microbatches=self.micro_batches,
-            loss_fn=self._divided,
-            scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead
+            loss_fn=lambda loss, _: loss / self._valid,  # the last stage gives the summed loss
+            scale_grads=False,  # torch would divide by the number of micro-batches
         )
         self._valid = 1
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
-
-    def _divided(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """The schedule's loss function: the last stage gives the summed loss, which is divided before backward."""
-        return loss / self._valid
 
     def forward_backward(self, batch: dict[str, Tensor], valid: int) -> Tensor:
         """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0."""

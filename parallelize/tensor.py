@@ -25,11 +25,7 @@ from parallelize.mesh import Mesh
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split the model by the plan.
-
-    Raises:
-        ValueError: a pattern matches no module, or a parameter is in no module that a pattern matches.
-    """
+    """Split the model by the plan. Raises ValueError for a pattern or a parameter that is left over."""
     tp = mesh["tp"]
     if tp.size() == 1:
         return
