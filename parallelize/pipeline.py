@@ -70,7 +70,8 @@ class Pipeline:
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         """In one call of forward_backward."""
         tokens, hidden, loss = _passed_on(dim, config)
-        # Without these, stages would run a forward for shape inference in the first step.
+        self._valid = 1
+        # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [
             PipelineStage(
                 module,
@@ -91,7 +92,6 @@ class Pipeline:
             loss_fn=lambda loss, _: loss / self._valid,  # the last stage gives the summed loss
             scale_grads=False,  # torch would divide by the number of micro-batches
         )
-        self._valid = 1
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
 
     def forward_backward(self, batch: dict[str, Tensor], valid: int) -> Tensor:
