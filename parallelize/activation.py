@@ -20,20 +20,13 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = int(config.selective_ac_option) if config.mode == "selective" and not per_op else 1
-    more: dict[str, Any] = {"context_fn": _keep_costly_results} if per_op else {}
+    passed_on = ("preserve_rng_state", "determinism_check", "early_stop", "debug")
+    options: dict[str, Any] = {name: getattr(config, name) for name in passed_on}
+    options |= {"context_fn": _keep_costly_results} if per_op else {}
     for number, layer in model.get_submodule("layers").named_children():
         # Layers are numbered over the whole model, so that pipeline stages checkpoint the same ones.
         if int(number) % every == 0:
-            layer.forward = partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=config.preserve_rng_state,
-                determinism_check=config.determinism_check,
-                early_stop=config.early_stop,
-                debug=config.debug,
-                **more,
-            )
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def _keep_costly_results() -> Any:

@@ -60,10 +60,9 @@ def _prefetch(blocks: list[nn.Module], count: int) -> None:
 
 def reshard(stages: list[nn.Module]) -> None:
     """Free the weights that a forward without backward left gathered: parameters are shards again."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def set_gradient_sync(stages: list[nn.Module], last: bool) -> None:

@@ -64,15 +64,10 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
         return degrees
     shown = " x ".join(f"{_KEYS[name]} {size}" for name, size in given.items() if size != 1) or "all degrees 1"
     key = "parallelism." + next((key for name, key in _KEYS.items() if given[name] > 1), _KEYS["dp_shard"])
-    fits = "; ".join(_nearest(given, world_size))
+    makes, fits = f"a multiple of {needed}" if free else needed, "; ".join(_nearest(given, world_size))
     raise ConfigError(
-        mistake(config, key, f"{shown} makes {_product(given)} ranks, but there are {world_size}. What fits: {fits}")
+        mistake(config, key, f"{shown} makes {makes} ranks, but there are {world_size}. What fits: {fits}")
     )
-
-
-def _product(given: dict[str, int]) -> str:
-    fixed = math.prod(size for size in given.values() if size != -1)
-    return f"a multiple of {fixed}" if -1 in given.values() else str(fixed)
 
 
 def _nearest(given: dict[str, int], world_size: int) -> list[str]:

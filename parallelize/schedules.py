@@ -29,13 +29,13 @@ class Schedule:
     v_shaped: bool = False
     """A rank has one stage from the front and its counterpart from the back."""
     splits_backward: bool = False
-    """The gradients of inputs and those of weights are computed apart."""
+    """Gradients of inputs and gradients of weights are computed apart."""
     lacks: Callable[[int, int, int], str] = lambda count, pp, stages: ""
     """(micro-batches, ranks, stages) -> the number of micro-batches that would do, in words; empty if this one does."""
 
     @property
     def one_stage(self) -> bool:
-        """Its class takes one stage, and not a list of them."""
+        """The class takes one stage instead of a list of stages."""
         return self.stages_a_rank[1] == 1
 
     def load(self) -> Any:

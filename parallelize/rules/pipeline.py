@@ -58,9 +58,8 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
 def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     parallelism = config.parallelism
     sharded = degrees.dp_shard * degrees.cp > 1 or degrees.dp_replicate > 1
-    if not (sharded and parallelism.fsdp_reshard_after_forward == "always"):
-        return ""
-    if not schedule_of(parallelism).splits_backward:
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    if not (sharded and always and schedule_of(parallelism).splits_backward):
         return ""
     return (
         f"{parallelism.pipeline_parallel_schedule} computes gradients of weights after those of inputs, and torch then "
