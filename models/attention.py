@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class Visible:
     """Which keys each query sees: those up to its own place, of its document, and inside the window.
 
-    Keys stand in the order of the sequence. The queries have the last places: query i has that of key T - S + i.
+    Keys stand in the order of the sequence. The queries have the last S places: query i has the place of key T - S + i.
     """
 
     queries: int
@@ -32,7 +32,7 @@ class Visible:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the causal mask of equally many queries and keys says all: no documents and no window."""
+        """Whether the plain causal mask applies: a query for every key, no documents, no window."""
         return self.queries == self.keys and self.documents_BT is None and self.window is None
 
     def part(self, start: int, stop: int) -> "Visible":

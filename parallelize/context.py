@@ -56,15 +56,15 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
 
 
 def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
-    """Places in the sequence (length,), in the order of ranks: those of rank 0's pieces, then of rank 1's, ..."""
+    """Places in the sequence (length,), rank by rank: the places of rank 0's pieces, then of rank 1's, ..."""
     pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, length, ranks, balanced)]
     return torch.cat([torch.arange(start, stop) for start, stop in pieces])
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
-    """Start and stop of each piece of a sequence that a rank holds: one piece of `ranks` equal ones.
+    """Start and stop of each piece of a sequence that a rank holds: one of `ranks` equal pieces.
 
-    Balanced, it is two of 2 x ranks pieces: one from the head and its counterpart from the tail.
+    Balanced, a rank holds two of 2 x ranks pieces: one from the head and its counterpart from the tail.
     """
     numbers = (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
     size = length // (ranks * len(numbers))
@@ -79,7 +79,7 @@ def _sorted(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
 
 
 class _Core(AttentionCore):
-    """A core that a method puts in the place of the model's, on each rank of cp."""
+    """The core of a method: replaces the model's attention core on each rank of cp."""
 
     def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class _RingCore(_Core):
 
     @torch.no_grad()
     def _observe(self, q: Tensor, k: Tensor, largest: Tensor) -> None:
-        """The logits of this rank's queries and of all keys, which are gathered here."""
+        """Raise `largest` to the largest logit of this rank's queries and all keys; gathers the keys."""
         assert isinstance(q, DTensor)
         assert isinstance(k, DTensor)
         cp, length = self.cp, q.shape[2]
@@ -136,7 +136,7 @@ def _configure_ring(balanced: bool, rotate_method: str) -> None:
 
 
 def _ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """Forward of q, k and v; or backward of the result's gradient, q, k, v and what forward gave."""
+    """torch's ring of the CPU's kernels: forward of (q, k, v), or backward of (gradient, q, k, v, out, logsumexp)."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     *tensors, _, is_causal = args
@@ -219,7 +219,7 @@ class _UlyssesCore(_Core):
         return self._exchange(out, 2, 1)
 
     def _exchange(self, x: Tensor, split: int, joined: int) -> Tensor:
-        """Each rank's part of dimension split, for the part of dimension joined that every rank has."""
+        """All-to-all: divides dimension `split` over the ranks, and makes dimension `joined` whole."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         parts = x.unflatten(split, (self.cp.size(), -1)).movedim(split, 0).contiguous()
