@@ -55,7 +55,7 @@ class Run:
     mesh: Mesh
     stages: list[nn.Module]
     pipeline: Pipeline | None
-    """What runs the stages, if there is more than one."""
+    """Runs the stages, if there are several."""
     dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
@@ -67,7 +67,7 @@ class Run:
     tokens: int = 0
     """Labels trained on, over all ranks."""
     skipped_steps: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Steps that were not finite and changed nothing, counted from step 0."""
+    """Steps with a gradient norm that was not finite, since step 0; they changed no weight."""
     skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def accumulation_steps(self) -> int:
-        """Forwards and backwards of one optimizer step, each of local_batch_size sequences."""
+        """Accumulation steps of one optimizer step: each is a forward and backward of local_batch_size sequences."""
         return self.global_batch_size // (self.config.training.local_batch_size * self.degrees.batch_ranks)
 
     @property
@@ -88,7 +88,7 @@ class Run:
         return [parameter for stage in self.stages for parameter in stage.parameters()]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors."""
+        """The numbers that a checkpoint keeps beside tensors."""
         return {
             "sequences": self.sequences,
             "tokens": self.tokens,
@@ -119,7 +119,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
 
 
 def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[nn.Module], *datasets: Any) -> Run:
-    """The run at step 0, of stages that have memory; datasets: those of build_datasets."""
+    """The run at step 0 of stages that have memory, with the datasets of build_datasets."""
     whole = meta_model(config.model.name, config.model.flavor)
     sizes = MODELS[config.model.name][1][config.model.flavor]
     pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device) if mesh.degrees.pp > 1 else None
@@ -130,10 +130,9 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
-    """Continue this run's newest good checkpoint; or start from the one that initial_load_path names.
+    """Continue from this run's newest good checkpoint, or start from the one that initial_load_path names.
 
-    Raises:
-        ConfigError: data order or batch differ from those of the checkpoint.
+    Raises ConfigError if the data order or the global batch differs from the checkpoint's.
     """
     checkpoint = run.config.checkpoint
     state = checkpointer.load(checkpoint.load_step) if checkpoint.enable else None
@@ -157,7 +156,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
 
 
 def local_batches(run: Run) -> Iterator[Batch]:
-    """A batch for each accumulation step from here on, without end: the same on ranks that share sequences."""
+    """A batch for each accumulation step from run.sequences on, without end; equal on ranks that share sequences."""
     training = run.config.training
     order = Order(
         run.train_set,
@@ -172,21 +171,21 @@ def local_batches(run: Run) -> Iterator[Batch]:
 
 
 def valid_tokens(run: Run) -> int:
-    """Labels that count in the step's global batch: every rank knows them from the data order, without asking."""
+    """Labels that count in the global batch: every rank counts them from the data order, without a collective."""
     positions = np.arange(run.sequences, run.sequences + run.global_batch_size)
     return run.train_set.count_valid(run.train_set.at(positions, run.config.debug.seed))
 
 
 def own_part(run: Run, batch: Batch) -> Batch:
-    """What this rank computes of a local batch: its part of every sequence, on its device."""
+    """This rank's part of every sequence of a local batch, on its device."""
     on_device = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
     return shard_sequence(on_device, run.mesh, run.config.parallelism)
 
 
 def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, Tensor]:
-    """One optimizer step on a global batch with `valid` labels; nothing in it waits for the device.
+    """One optimizer step on a global batch with `valid` labels; the host does not wait for the device.
 
-    Returns this rank's part of the loss (the parts add up to the loss) and the gradient norm of all ranks.
+    Returns this rank's part of the loss (ranks' parts add up to the loss) and the gradient norm of all ranks.
     """
     config = run.config
     run.step += 1
@@ -196,7 +195,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     for number in range(run.accumulation_steps):
         set_gradient_sync(run.stages, last=number == run.accumulation_steps - 1)
         batch = own_part(run, next(batches))
-        # The sum over labels is divided before backward, and by all ranks' labels: so gradients only ever add up.
+        # The summed loss is divided before backward, by all ranks' labels: gradients are then only added up.
         if run.pipeline:
             loss += run.pipeline.forward_backward(batch, valid)
         else:
@@ -219,7 +218,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
 
 @torch.no_grad()
 def validate(run: Run) -> tuple[float, int]:
-    """Mean loss a label over the validation data, and the number of labels; the same on every rank."""
+    """Mean loss of a label over the validation data, and the number of labels; the same on every rank."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -236,7 +235,7 @@ def validate(run: Run) -> tuple[float, int]:
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
-    """Write the step's numbers: here the host waits for the device. Ends the run if nothing is finite any more."""
+    """Write the step's numbers, for which the host waits. Ends the run after too many steps that were not finite."""
     config = run.config
     metrics.log(
         run.step,
@@ -262,7 +261,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     first, code = run.step + 1, int(ExitCode.DONE)
     saves = checkpoint.enable and not checkpoint.load_only
     batches = local_batches(run)
-    # A garbage collection on one rank makes all the others wait: all collect at the same steps.
+    # All ranks collect garbage at the same steps: each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
         while run.step < training.steps and code == ExitCode.DONE:

@@ -1,6 +1,6 @@
-"""Models by name: the class, and the sizes it comes in by the name of the flavor.
+"""Models by name: the class, and its sizes by flavor.
 
-A family is a module with MODEL and FLAVORS, found by its name: there is no list to keep.
+A family is a module with MODEL and FLAVORS, and is found by its name: there is no list of families.
 """
 
 import pkgutil
@@ -16,7 +16,7 @@ MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.item
 
 
 def meta_model(name: str, flavor: str, attention_kernel: str = "auto") -> Any:
-    """The model as one device would have it, on the meta device: without memory."""
+    """The whole model on the meta device, without memory."""
     model_class, flavors = MODELS[name]
     with torch.device("meta"):
         model = model_class(flavors[flavor])

@@ -1,6 +1,6 @@
-"""Attention's core without parameters: what a query may see, and the kernels that compute with it.
+"""The core of attention, which has no parameters: the keys that a query sees, and the kernels.
 
-Shapes are named as in layers.py, and T: keys.
+Shapes are named as in layers.py; T is the number of keys.
 """
 
 import math
@@ -15,28 +15,28 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """Which keys each query sees: those up to its own, of its document, and inside the window.
+    """Which keys each query sees: those up to its own place, of its document, and inside the window.
 
-    Keys are 0, 1, ... in the order of the sequence, and the queries are the last of them.
+    Keys stand in the order of the sequence. The queries have the last S places: query i has the place of key T - S + i.
     """
 
     queries: int
     keys: int
     device: torch.device
     documents_BT: Tensor | None = None
-    """Each key's document; None where all are of one."""
+    """Each key's document; None if all keys are of one document."""
     window: int | None = None
-    """Keys that a query sees at most, its own among them."""
+    """The most keys that a query sees, its own included; None for no window."""
     made: Any = None
-    """What the kernel wants to have of all this: made once a forward, before the layers."""
+    """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
 
     @property
     def is_causal(self) -> bool:
-        """As many queries as keys, each of which sees all up to its own: nothing else is to be known."""
+        """Whether the plain causal mask applies: a query for every key, no documents, no window."""
         return self.queries == self.keys and self.documents_BT is None and self.window is None
 
     def part(self, start: int, stop: int) -> "Visible":
-        """Of the queries from start to stop alone, whose keys end where they do."""
+        """Visible of the queries from start to stop alone, with the keys up to the last of these queries."""
         keys = self.keys - self.queries + stop
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
         return Visible(stop - start, keys, self.device, documents_BT, self.window)
@@ -58,9 +58,9 @@ class Kernel(NamedTuple):
     """A way to compute attention."""
 
     attend: Callable[[Tensor, Tensor, Tensor, Visible], Tensor]
-    """Takes q (B, H, S, K), k and v (B, G, T, K), H a multiple of G, and what is visible; gives (B, H, S, K)."""
+    """(q (B, H, S, K), k (B, G, T, K), v (B, G, T, K), visible) -> (B, H, S, K); H is a multiple of G."""
     wants: Callable[[Visible], Any] = lambda visible: None
-    """What is made of visible once a forward: a mask, lengths, blocks. The kernel finds it in visible.made."""
+    """Prepares a mask, lengths or blocks once a forward; the kernel finds the result in visible.made."""
 
     def prepare(self, visible: Visible) -> Visible:
         return replace(visible, made=self.wants(visible))
@@ -71,14 +71,14 @@ def _dense_unless_causal(visible: Visible) -> Tensor | None:
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """Two products and a softmax."""
+    """Two matrix products and a softmax."""
     batch, heads, queries, size = q.shape
     groups, keys = k.shape[1:3]
     if visible.made is None:
         hidden = torch.full((1, 1, queries, keys), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
     else:
         hidden = torch.where(visible.made, 0.0, -math.inf).to(q.dtype)
-    # Queries that share a key head are stacked, so that keys and values are never repeated.
+    # Query heads that share a key head are stacked, so that keys and values need no copies.
     q = q.reshape(batch * groups, -1, size)
     k, v = k.reshape(batch * groups, keys, size), v.reshape(batch * groups, keys, size)
     if hidden.shape[0] == 1:
@@ -96,7 +96,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """The faster of the two."""
+    """The faster one of _plain and _sdpa."""
     short = q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0)
     return (_plain if short else _sdpa)(q, k, v, visible)
 
@@ -114,25 +114,25 @@ KERNELS: dict[str, Kernel] = {
 
 
 class Visibility(nn.Module):
-    """What may be seen, worked out once a forward. Without parameters: context parallel replaces it."""
+    """Makes the Visible of a forward. Has no parameters; context parallel replaces the module."""
 
     kernel = KERNELS["auto"]
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
-        """For layers that have this window."""
+        """The Visible of layers with this window; None for no window."""
         length = positions_BS.shape[1]
         return self.kernel.prepare(Visible(length, length, positions_BS.device, document_ids_BS, window))
 
 
 class AttentionCore(nn.Module):
-    """Attention of (q, k, v), shaped as Kernel says. Without parameters: context parallel and generation replace it."""
+    """Attention of (q, k, v), shaped as Kernel says. Has no parameters; context parallel and generation replace it."""
 
     kernel = KERNELS["auto"]
 
     def __init__(self) -> None:
         super().__init__()
         self.largest_logit: Tensor | None = None
-        """A float32 scalar that each forward raises to the largest logit that it sees, where there is one."""
+        """A float32 scalar, if set: each forward raises it to the largest visible logit."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         if self.largest_logit is not None:
@@ -141,7 +141,7 @@ class AttentionCore(nn.Module):
 
 
 def choose_kernel(model: nn.Module, name: str) -> None:
-    """Let all attention of the model be computed by this one of KERNELS."""
+    """Compute all attention of the model by one of KERNELS."""
     for module in model.modules():
         if isinstance(module, (AttentionCore, Visibility)):
             module.kernel = KERNELS[name]
@@ -153,7 +153,7 @@ def raise_to_largest_logit(
 ) -> None:
     """Raise a scalar to the largest q k / sqrt(K) that is visible, of q (B, H, S, K) and k (B, G, T, K).
 
-    documents_BT and window are those of Visible. An operation of its own, so that compile leaves the loop a loop.
+    documents_BT and window are those of Visible. It is a custom operation so that compile does not unroll the loop.
     """
     (heads, queries), (groups, keys) = q.shape[1:3], k.shape[1:3]
     visible = Visible(queries, keys, k.device, documents_BT, window)
@@ -168,4 +168,4 @@ def raise_to_largest_logit(
 
 
 _LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
-"""What a cache nearly holds; 128 MiB in bfloat16, which fill a GPU."""
+"""About a cache of a CPU; 128 MiB in bfloat16, which keep a GPU busy."""

@@ -1,4 +1,4 @@
-"""A transformer as Hugging Face knows it: names of weights, and config.json."""
+"""Hugging Face's names of weights, and its config.json."""
 
 import re
 from typing import Any
@@ -45,7 +45,7 @@ _SCALING = {
     "original_max_position": "original_max_position_embeddings",
 }
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
-"""What a model here can only be."""
+"""Fields of config.json that have one value for every model here."""
 
 
 def hugging_face_name(name: str, names: dict[str, str]) -> str:
@@ -57,7 +57,7 @@ def hugging_face_name(name: str, names: dict[str, str]) -> str:
 
 
 def to_hugging_face(config: Any) -> dict[str, Any]:
-    """The fields of config.json that say what a TransformerConfig does."""
+    """config.json's fields of a TransformerConfig."""
     fields = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | {"head_dim": config.head_dim}
     scaling = config.rope_scaling
     rope = scaling and {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
@@ -65,10 +65,9 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
 
 
 def from_hugging_face(given: dict[str, Any], config_class: type) -> Any:
-    """The config_class of a config.json, whose older and newer spellings of rotary settings are both read.
+    """The config_class of a config.json, with the older or the newer spelling of rotary settings.
 
-    Raises:
-        ValueError: it asks for something that the models here have not.
+    Raises ValueError for a setting that no model here has.
     """
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))

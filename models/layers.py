@@ -1,4 +1,4 @@
-"""What the model families share. Plain single-device PyTorch.
+"""Layers that the model families share, in plain single-device PyTorch.
 
 Shapes are named by letters: B batch, S sequence, D model width, H heads, G key/value heads, K head size,
 F feed-forward width, V vocabulary.
@@ -30,10 +30,8 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None,
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     if scaling is None:
         return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    turns = scaling.original_max_position / wavelengths
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    smooth = smooth.clamp(0, 1)
+    turns = scaling.original_max_position / (2 * math.pi / frequencies)
+    smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
     return frequencies * (smooth + (1 - smooth) / scaling.factor)
 
 
@@ -92,12 +90,12 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Linear):
-    """Projection to the vocabulary; with labels, the loss in its place."""
+    """Projection to the vocabulary; with labels, the loss."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.cross_entropy: CrossEntropy = cross_entropy
-        """Of a chunk of logits: what tensor parallel replaces."""
+        """The loss of a chunk of logits; tensor parallel replaces it."""
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
         """Logits (B, S, V), or the float32 sum of cross-entropies over labels that are not -100."""

@@ -10,6 +10,7 @@ from models.transformer import Transformer, TransformerConfig
 class LlamaConfig(TransformerConfig):
     """What all sizes have in common."""
 
+    n_kv_heads: int = 8
     vocab_size: int = 128_256
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
@@ -21,26 +22,14 @@ FLAVORS = {
         dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768, vocab_size=4096, context_length=2048
     ),
     "1B": LlamaConfig(
-        dim=2048,
-        n_layers=16,
-        n_heads=32,
-        n_kv_heads=8,
-        ffn_dim=8192,
-        rope_scaling=RopeScaling(factor=32.0),
-        tie_embeddings=True,
+        dim=2048, n_layers=16, n_heads=32, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
     ),
     "3B": LlamaConfig(
-        dim=3072,
-        n_layers=28,
-        n_heads=24,
-        n_kv_heads=8,
-        ffn_dim=8192,
-        rope_scaling=RopeScaling(factor=32.0),
-        tie_embeddings=True,
+        dim=3072, n_layers=28, n_heads=24, ffn_dim=8192, rope_scaling=RopeScaling(factor=32.0), tie_embeddings=True
     ),
-    "8B": LlamaConfig(dim=4096, n_layers=32, n_heads=32, n_kv_heads=8, ffn_dim=14336, rope_scaling=RopeScaling()),
-    "70B": LlamaConfig(dim=8192, n_layers=80, n_heads=64, n_kv_heads=8, ffn_dim=28672, rope_scaling=RopeScaling()),
-    "405B": LlamaConfig(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248, rope_scaling=RopeScaling()),
+    "8B": LlamaConfig(dim=4096, n_layers=32, n_heads=32, ffn_dim=14336, rope_scaling=RopeScaling()),
+    "70B": LlamaConfig(dim=8192, n_layers=80, n_heads=64, ffn_dim=28672, rope_scaling=RopeScaling()),
+    "405B": LlamaConfig(dim=16384, n_layers=126, n_heads=128, ffn_dim=53248, rope_scaling=RopeScaling()),
 }
 
 

@@ -1,8 +1,8 @@
-"""Cross-entropy of the head's logits, by chunks of tokens, so that they are never held whole.
+"""Cross-entropy of the head's logits, by chunks of tokens, so that logits are never held whole.
 
-Logits are the largest thing that a model with a large vocabulary makes. Here each chunk of them is made, its loss and
-the gradients of hidden states and weights are worked out at once, and it is thrown away: backward only scales those
-(arXiv:2410.10989, section 3.2).
+Logits are the largest activation of a model with a large vocabulary. Here forward makes one chunk of logits at a time,
+computes the chunk's loss and the gradients of hidden states and weights, and frees the chunk. Backward only scales the
+gradients (arXiv:2410.10989, section 3.2).
 """
 
 from collections.abc import Callable
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Of logits (T, V) and labels (T,), -100 for none: the sum of losses, and its gradient (T, V), both float32."""
+"""(logits (T, V), labels (T,), -100 for none) -> the sum of losses, and its gradient (T, V), both float32."""
 
 _CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
-"""What a cache nearly holds (tests/benchmarks/loss.py); what fills a GPU."""
+"""About a cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy."""
 
 
 def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, loss: CrossEntropy) -> Tensor:

@@ -1,6 +1,6 @@
-"""What each parameter of a model is, and whether it is trained: said once by its family as data, and asked by name.
+"""What each parameter of a model is, and whether it is trained: a family's table, looked up by the parameter's name.
 
-Names are the same at every layout; modules and tensors are not, since tensor parallel, float8 and FSDP replace them.
+Names are the same at every layout. Modules and tensors are not: tensor parallel, float8 and FSDP replace them.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,19 +15,19 @@ Role = Literal["embedding", "matrix", "norm", "head"]
 
 @dataclass(frozen=True)
 class Kind:
-    """What is known of a parameter but for its shape."""
+    """What a parameter is."""
 
     role: Role
     multiplied: bool = True
-    """Every token is multiplied by the whole of it: 2 FLOPs an element in forward."""
+    """Every token is multiplied by the whole parameter: 2 FLOPs an element in forward."""
     into_residual: bool = False
-    """Its product is added to the residual stream."""
+    """The product is added to the residual stream."""
     trained: bool = True
-    """It has a gradient, and what the optimizer keeps of it."""
+    """The parameter has a gradient and a state of the optimizer."""
 
 
 EMBEDDING = Kind("embedding", multiplied=False)
-TIED_EMBEDDING = Kind("embedding")  # it is the head's table too
+TIED_EMBEDDING = Kind("embedding")  # it is also the head's table
 MATRIX = Kind("matrix")
 OUTPUT_MATRIX = Kind("matrix", into_residual=True)
 NORM = Kind("norm", multiplied=False)
@@ -45,36 +45,32 @@ KINDS: dict[str, Kind] = {
     "norm": NORM,
     "output": HEAD,
 }
-"""Pattern -> kind, of a transformer. A pattern names a parameter or a module that it is in; the longest one counts."""
+"""Pattern -> kind, of a transformer. A pattern names a parameter or a module around it; the longest pattern counts."""
 
 
 def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Kind:
-    """What a parameter is, by its name; not trained where one of the patterns in frozen covers it.
-
-    Raises:
-        ValueError: no pattern covers it.
-    """
-    covering = [pattern for pattern in kinds if _covers(pattern, name)]
+    """A parameter's kind, not trained if a pattern in frozen covers its name. Raises ValueError for an unknown name."""
+    covering = [pattern for pattern in kinds if covers(pattern, name)]
     if not covering:
         raise ValueError(f"the model's kinds have no pattern for {name}")
     longest = max(covering, key=lambda pattern: pattern.count("."))
-    return replace(kinds[longest], trained=not any(_covers(pattern, name) for pattern in frozen))
+    return replace(kinds[longest], trained=not any(covers(pattern, name) for pattern in frozen))
 
 
 def check_frozen(frozen: Iterable[str], names: Iterable[str]) -> None:
     """Raises ValueError for patterns that cover none of the names."""
     names = list(names)
-    if unknown := [pattern for pattern in frozen if not any(_covers(pattern, name) for name in names)]:
+    if unknown := [pattern for pattern in frozen if not any(covers(pattern, name) for name in names)]:
         raise ValueError(f"frozen names parameters that are not there: {', '.join(unknown)}")
 
 
 def set_trained(model: nn.Module) -> None:
-    """Tell autograd which parameters are trained; again after modules have been given new ones."""
+    """Tell autograd which parameters are trained; called again after modules were given new parameters."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(model.kind(name).trained)  # type: ignore[operator]
 
 
-def _covers(pattern: str, name: str) -> bool:
-    """Part by part, so that * stands for one; a pattern with fewer parts is a module's."""
+def covers(pattern: str, name: str) -> bool:
+    """Part by part, so that * stands for one; a pattern with fewer parts names a module, and covers what is in it."""
     patterns, parts = pattern.split("."), name.split(".")
     return len(patterns) <= len(parts) and all(map(fnmatchcase, parts, patterns))

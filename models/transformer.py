@@ -1,4 +1,4 @@
-"""A decoder-only transformer of configurable sizes: what the families share. Each family is its sizes and names."""
+"""The decoder-only transformer that the families share. A family adds its sizes and names."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -25,15 +25,15 @@ class TransformerConfig:
     norm_eps: float
     rope_theta: float
     context_length: int
-    """Tokens that the published weights were trained for: only said on, to Hugging Face."""
+    """Tokens that the published weights were trained for; used only in Hugging Face's config.json."""
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     head_size: int | None = None
-    """Of each head, where it is not dim / n_heads."""
+    """Width of each head; by default dim / n_heads."""
     qk_norm: bool = False
     """Queries and keys are normed, each head by itself, before they are rotated."""
     frozen: tuple[str, ...] = ()
-    """Parameters that are not trained, as patterns like those of KINDS: ("tok_embeddings", "layers.0")."""
+    """Patterns, like those of KINDS, of parameters that are not trained: ("tok_embeddings", "layers.0")."""
 
     @property
     def head_dim(self) -> int:
@@ -41,7 +41,7 @@ class TransformerConfig:
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each behind a norm and added to its input."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual connection around both."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -61,15 +61,15 @@ class Transformer(nn.Module):
     """The model. Embedding, norm and head are None in a stage that lacks them; layers keep their names."""
 
     block: type[nn.Module] = Block
-    """What a layer is."""
+    """The class of a layer."""
     kinds: ClassVar[dict[str, Kind]] = KINDS
-    """What its parameters are."""
+    """The kinds of the model's parameters."""
     hf_names: ClassVar[dict[str, str]] = NAMES
     """Module names here -> Hugging Face's."""
     hf_type: ClassVar[str] = ""
-    """model_type of its config.json; empty if Hugging Face has no such model."""
+    """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: ClassVar[str] = ""
-    """The class there."""
+    """Hugging Face's class."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         set_trained(self)
 
     def tie_weights(self) -> None:
-        """Share the embedding's table with the head, where the model ties them; again after memory was given."""
+        """Share the embedding's table with the head, if the model ties them; called again after memory was given."""
         if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
             self.output.weight = self.tok_embeddings.weight
 
@@ -97,8 +97,8 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
 
-        positions (B, S) count from 0 if not given. With document_ids (B, S) a token sees only its own document;
-        without, all that came before it in the sequence.
+        positions (B, S) count from 0 by default. With document_ids (B, S) a token sees only its own document; without,
+        every token before it in the sequence.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}
 
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
-        """What a config.json says otherwise than this model; but for the context length, which changes no number."""
+        """The differences of a config.json from this model, without the context length, which changes no number."""
         ours = to_hugging_face(self.config) | {"model_type": self.hf_type}
         try:
             theirs = to_hugging_face(from_hugging_face(given, type(self.config)))
@@ -149,8 +149,8 @@ class Transformer(nn.Module):
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
         """FLOPs of forward and backward a token: attention over all pairs (PaLM), and over causal ones (Megatron).
 
-        6 N + 12 L H K S, and half the second term; N counts parameters in matrix products: the head, not the
-        embedding, and not twice where they are tied. A frozen one counts 4: it has no gradient, but its input does.
+        6 N + 12 L H K S, and half the second term. N counts parameters in matrix products: the head but not the
+        embedding; a tied table once. A frozen parameter counts 4: its input has a gradient, it has none.
         """
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]

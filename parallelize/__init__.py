@@ -1,9 +1,7 @@
 """Everything that knows about more than one device.
 
 `parallelize_<model>` takes a model on the meta device and applies a layout, in the order of order.py. mesh.py has the
-ranks by dimension, rules/ the layouts that are refused.
-
-A model is `models/<name>.py` and `parallelize/<name>.py`: found by its name, so there is no list to keep.
+ranks by dimension, rules/ the layouts that are refused. A model is found by its name: there is no list of models.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what forward leaves for backward is thrown away and computed again (arXiv:1604.06174).
+"""Activation checkpointing: backward computes activations again, which forward does not keep (arXiv:1604.06174).
 
 A layer's `forward` is wrapped and not the layer, so that no parameter changes its name.
 """
@@ -15,42 +15,32 @@ from components.config import ActivationCheckpoint
 
 
 def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
-    """Wrap every layer (full), every n-th, or every one so that costly operations keep their results ("op")."""
+    """Wrap every layer (full) or every n-th; with "op" every layer, whose costly operations keep their results."""
     if config.mode == "none":
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = int(config.selective_ac_option) if config.mode == "selective" and not per_op else 1
-    more: dict[str, Any] = {"context_fn": _keep_costly_results} if per_op else {}
+    passed_on = ("preserve_rng_state", "determinism_check", "early_stop", "debug")
+    options: dict[str, Any] = {name: getattr(config, name) for name in passed_on}
+    options |= {"context_fn": _keep_costly_results} if per_op else {}
     for number, layer in model.get_submodule("layers").named_children():
-        # By its number in the whole model: pipeline stages don't change which.
+        # Layers are numbered over the whole model, so that pipeline stages checkpoint the same ones.
         if int(number) % every == 0:
-            layer.forward = partial(
-                checkpoint,
-                layer.forward,
-                use_reentrant=False,
-                preserve_rng_state=config.preserve_rng_state,
-                determinism_check=config.determinism_check,
-                early_stop=config.early_stop,
-                debug=config.debug,
-                **more,
-            )
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
 
 
 def _keep_costly_results() -> Any:
-    """Contexts of one forward and its recomputation: every second product is computed again, attention never."""
+    """Contexts of one forward and its recomputation: every second product is computed again, attention is not."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operation in _kept()
         if operation in _PRODUCTS:
             products[context.is_recompute] += 1
-            return _keep(products[context.is_recompute] % 2 == 1)
-        return _keep(operation in _kept())
+            kept = products[context.is_recompute] % 2 == 1
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def _keep(kept: bool) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _aten = torch.ops.aten
@@ -64,7 +54,7 @@ def _kept() -> set[Callable]:
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        # What ranks sent each other is not sent again.
+        # Recomputation sends nothing.
         torch.ops._c10d_functional.all_gather_into_tensor.default,
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,

@@ -1,4 +1,4 @@
-"""torch.compile of each layer, and of the loss: what lies between matrix products becomes few kernels."""
+"""torch.compile of each layer, and of the loss: operations between matrix products are fused into few kernels."""
 
 import torch
 from torch import nn
@@ -9,28 +9,24 @@ from parallelize.schedules import schedule_of
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
-    """Compile every layer's `forward`, so that no parameter changes its name; equal layers share what is compiled."""
+    """Compile every layer's `forward`, so that no parameter changes its name; equal layers share one graph."""
     if not config.enable:
         return
     from torch._functorch import config as functorch
 
-    # Backward may overwrite what forward has saved, unless it comes twice: for inputs, and for weights.
+    # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     splits = mesh["pp"].size() > 1 and schedule_of(parallelism).splits_backward
     functorch.donated_buffer = not splits
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
-            _overlap_tensor_parallel(mesh)
+            # inductor cuts matrix products and collectives into pieces that overlap. Never run: it needs several GPUs.
+            from torch._inductor import config as inductor
+            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+            inductor._micro_pipeline_tp = True
+            enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         for layer in model.get_submodule("layers").children():
             layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=True)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
         head.cross_entropy = torch.compile(head.cross_entropy, backend=config.backend)  # type: ignore[assignment, arg-type]
-
-
-def _overlap_tensor_parallel(mesh: Mesh) -> None:
-    """Let inductor cut products and their messages into pieces that overlap. Never run: it needs several GPUs."""
-    import torch._inductor.config
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    torch._inductor.config._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh["tp"].get_group().group_name)

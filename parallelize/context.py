@@ -1,12 +1,13 @@
-"""Context parallel: each sequence split over cp ranks, which exchange what attention needs.
+"""Context parallel: each sequence is split over cp ranks, which exchange queries, keys and values in attention.
 
-Three methods, each installed on the model's parameterless attention cores (and on what says what they may see):
+Three methods. Each replaces the model's attention cores and, but for the ring, its visibility (models/attention.py):
   ring          torch's ring attention, in its module form (arXiv:2310.01889)
-  allgather_kv  keys and values are gathered, queries stay (arXiv:2407.21783, section 3.3.2)
-  ulysses       heads are exchanged for the whole sequence, and back (arXiv:2309.14509)
+  allgather_kv  an all-gather of keys and values; queries stay (arXiv:2407.21783, section 3.3.2)
+  ulysses       an all-to-all of heads for the whole sequence, and back (arXiv:2309.14509)
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ aten = torch.ops.aten
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> None:
-    """Let every attention core see the whole sequence, of which each rank has the part that shard_sequence gives it."""
+    """Let every attention core see the whole sequence, of which shard_sequence gives each rank a part."""
     cp, balanced = mesh["cp"], parallelism.context_parallel_load_balancer == "headtail"
     if cp.size() == 1:
         return
@@ -32,28 +33,19 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
     if method == "ring":
         _configure_ring(balanced, parallelism.context_parallel_rotate_method)
     for name, module in list(model.named_modules()):
-        parent = model.get_submodule(name.rpartition(".")[0])
-        replacement: AttentionCore | Visibility | None = None
+        replacement: AttentionCore | Visibility
         if isinstance(module, AttentionCore):
-            replacement = {
-                "ring": lambda: _RingCore(balanced),
-                "allgather_kv": lambda: _GatheringCore(cp, balanced),
-                "ulysses": lambda: _UlyssesCore(cp, balanced),
-            }[method]()
+            replacement = _CORES[method](cp, balanced)
         elif isinstance(module, Visibility) and method != "ring":
             replacement = _WholeSequence(cp, balanced, own_queries=method == "allgather_kv")
-        if replacement is not None:
-            replacement.kernel = module.kernel
-            setattr(parent, name.rpartition(".")[2], replacement)
-        if isinstance(replacement, _RingCore):
-            from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-            style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
-            parallelize_module(replacement, cp, style)
+        else:
+            continue
+        replacement.kernel = module.kernel
+        model.set_submodule(name, replacement)
 
 
 def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
-    """This rank's part of every sequence of a batch {name: (B, S)}: labels and positions travel with their tokens."""
+    """This rank's part of every sequence of a batch {name: (B, S)}; labels and positions stay with their tokens."""
     cp = mesh["cp"]
     if cp.size() == 1:
         return batch
@@ -64,15 +56,15 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
 
 
 def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
-    """Places in the sequence (length,), in the order in which ranks hold them: one rank's pieces after another's."""
+    """Places in the sequence (length,), rank by rank: the places of rank 0's pieces, then of rank 1's, ..."""
     pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, length, ranks, balanced)]
     return torch.cat([torch.arange(start, stop) for start, stop in pieces])
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
-    """Where the pieces of a sequence that a rank holds start and stop: its equal part.
+    """Start and stop of each piece of a sequence that a rank holds: one of `ranks` equal pieces.
 
-    Balanced, one of 2 x ranks pieces from the head and its counterpart from the tail.
+    Balanced, a rank holds two of 2 x ranks pieces: one from the head and its counterpart from the tail.
     """
     numbers = (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
     size = length // (ranks * len(numbers))
@@ -80,21 +72,32 @@ def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[
 
 
 def _sorted(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """What all ranks hold, one after another along this dimension, in the order of the sequence."""
+    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence."""
     if not balanced:
         return tensor
     return tensor.index_select(dim, sequence_order(tensor.shape[dim], ranks, balanced).argsort().to(tensor.device))
 
 
+class _Core(AttentionCore):
+    """The core of a method: replaces the model's attention core on each rank of cp."""
+
+    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
+        super().__init__()
+        self.cp, self.balanced = cp, balanced
+
+
 # Ring
 
 
-class _RingCore(AttentionCore):
-    """Causal attention by a kernel that torch's ring is made of: it takes q, k, v as DTensors split by sequence."""
+class _RingCore(_Core):
+    """Causal attention by a kernel that torch's ring is made of; takes q, k, v as DTensors split by sequence."""
 
-    def __init__(self, balanced: bool) -> None:
-        super().__init__()
-        self.balanced = balanced
+    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
+        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+
+        super().__init__(cp, balanced)
+        style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
+        parallelize_module(self, cp, style)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         assert visible.is_causal, "the ring takes no mask"
@@ -109,10 +112,10 @@ class _RingCore(AttentionCore):
 
     @torch.no_grad()
     def _observe(self, q: Tensor, k: Tensor, largest: Tensor) -> None:
-        """Of this rank's queries, and of all keys, which are gathered for it."""
+        """Raise `largest` to the largest logit of this rank's queries and all keys; gathers the keys."""
         assert isinstance(q, DTensor)
         assert isinstance(k, DTensor)
-        cp, length = q.device_mesh, q.shape[2]
+        cp, length = self.cp, q.shape[2]
         keys = _sorted(k.full_tensor(), 2, cp.size(), self.balanced)
         pieces = pieces_of(cp.get_local_rank(), length, cp.size(), self.balanced)
         for queries, (_, stop) in zip(q.to_local().chunk(len(pieces), dim=2), pieces, strict=True):
@@ -120,64 +123,57 @@ class _RingCore(AttentionCore):
 
 
 def _configure_ring(balanced: bool, rotate_method: str) -> None:
-    """torch keeps these settings for the whole process. Its table of kernels lacks the CPU's, which is added."""
+    """Set torch's ring up for the whole process, and add the CPU's kernels, which its table lacks."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
     ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
     ring._cp_options.enable_load_balance = balanced
     ring.set_rotate_method(rotate_method)
     kernels: dict[Any, Any] = ring.custom_ops
-    kernels[aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_forward_on_cpu
-    kernels[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_backward_on_cpu
+    kernels[aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_on_cpu
+    kernels[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_on_cpu
     ring._enable_cp_dtensor_dispatcher()
 
 
-def _ring_forward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    """torch's ring of the CPU's kernels: forward of (q, k, v), or backward of (gradient, q, k, v, out, logsumexp)."""
     from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
-    query, key, value, _, is_causal = args
-
-    def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
-        repeated = (_as_many_heads(tensor, query) for tensor in (key, value))
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, more["is_causal"])
-
-    mesh = query.device_mesh
-    local = {"query": query.to_local(), "key": key.to_local(), "value": value.to_local()}
-    results = ring._templated_ring_attention(mesh.get_group(), 2, kernel, **local, is_causal=is_causal)
+    *tensors, _, is_causal = args
+    mesh, local = tensors[0].device_mesh, [tensor.to_local() for tensor in tensors]
+    if len(local) == 3:
+        run: Any = partial(ring._templated_ring_attention, op=_forward_on_cpu)
+        names = ["query", "key", "value"]
+    else:
+        run = partial(ring._templated_ring_attention_backward, op=_backward_on_cpu, grad_out_name="grad_out")
+        names = ["grad_out", "query", "key", "value", "out", "logsumexp"]
+    results = run(group=mesh.get_group(), seq_dim=2, is_causal=is_causal, **dict(zip(names, local, strict=True)))
     return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
 
 
-def _ring_backward_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+    repeated = (_repeated_for_each_head(tensor, query) for tensor in (key, value))
+    return aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, more["is_causal"])
 
-    gradient, query, key, value, out, logsumexp, _, is_causal = args
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
-        repeated = (_as_many_heads(tensor, query) for tensor in (key, value))
-        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            more["grad_out"], query, *repeated, more["out"], more["logsumexp"], 0.0, more["is_causal"]
-        )
-        return gradients[0], *(tensor.unflatten(1, (key.shape[1], -1)).sum(dim=2) for tensor in gradients[1:])
-
-    mesh = query.device_mesh
-    given = {"grad_out": gradient, "query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp}
-    local = {name: tensor.to_local() for name, tensor in given.items()}
-    results = ring._templated_ring_attention_backward(
-        mesh.get_group(), 2, kernel, grad_out_name="grad_out", is_causal=is_causal, **local
+def _backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
+    repeated = (_repeated_for_each_head(tensor, query) for tensor in (key, value))
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        more["grad_out"], query, *repeated, more["out"], more["logsumexp"], 0.0, more["is_causal"]
     )
-    return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
+    return gradients[0], *(tensor.unflatten(1, (key.shape[1], -1)).sum(dim=2) for tensor in gradients[1:])
 
 
-def _as_many_heads(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values for each query head: the CPU's kernel has no groups, but what travels does."""
+def _repeated_for_each_head(tensor: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each query head: the CPU's kernel has no groups; the ring sends key heads alone."""
     return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
 
 
-# Methods that take whatever may be seen
+# Methods that take a mask
 
 
 class _WholeSequence(Visibility):
-    """What may be seen in the whole sequence: all of it, or by each piece of this rank's queries."""
+    """What all queries of the whole sequence see; with own_queries, what each piece of this rank's queries sees."""
 
     def __init__(self, cp: DeviceMesh, balanced: bool, own_queries: bool) -> None:
         super().__init__()
@@ -195,12 +191,8 @@ class _WholeSequence(Visibility):
         return replace(whole, made=[self.kernel.prepare(whole.part(*piece)) for piece in pieces])
 
 
-class _GatheringCore(AttentionCore):
-    """Own queries, all keys and values. Their gradients are summed back to the ranks that they came from."""
-
-    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
-        super().__init__()
-        self.cp, self.balanced = cp, balanced
+class _GatheringCore(_Core):
+    """This rank's queries and all keys and values, whose gradients are reduce-scattered to the ranks they came from."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)
@@ -213,35 +205,27 @@ class _GatheringCore(AttentionCore):
         return torch.cat(out, dim=2)
 
 
-class _UlyssesCore(AttentionCore):
-    """Every rank gets the whole sequence of its share of the heads."""
-
-    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
-        super().__init__()
-        self.cp, self.balanced = cp, balanced
+class _UlyssesCore(_Core):
+    """Every rank exchanges (B, H, S / cp, K) for (B, H / cp, S, K): the whole sequence of its share of the heads."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         ranks = self.cp.size()
         if k.shape[1] < ranks:
             k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))
-        q, k, v = (_sorted(self._to_heads(tensor), 2, ranks, self.balanced) for tensor in (q, k, v))
+        q, k, v = (_sorted(self._exchange(tensor, 1, 2), 2, ranks, self.balanced) for tensor in (q, k, v))
         out = super().forward(q, k, v, visible)
         if self.balanced:
             out = out.index_select(2, sequence_order(out.shape[2], ranks, balanced=True).to(out.device))
-        return self._to_sequence(out)
+        return self._exchange(out, 2, 1)
 
-    def _to_heads(self, x_BHSK: Tensor) -> Tensor:
-        """(B, H, S / cp, K) -> (B, H / cp, S, K)."""
+    def _exchange(self, x: Tensor, split: int, joined: int) -> Tensor:
+        """All-to-all: divides dimension `split` over the ranks, and makes dimension `joined` whole."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        parts = x_BHSK.unflatten(1, (self.cp.size(), -1)).movedim(1, 0).contiguous()
+        parts = x.unflatten(split, (self.cp.size(), -1)).movedim(split, 0).contiguous()
         parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
-        return parts.movedim(0, 2).flatten(2, 3)
+        return parts.movedim(0, joined).flatten(joined, joined + 1)
 
-    def _to_sequence(self, x_BHSK: Tensor) -> Tensor:
-        """(B, H / cp, S, K) -> (B, H, S / cp, K)."""
-        from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-        parts = x_BHSK.unflatten(2, (self.cp.size(), -1)).movedim(2, 0).contiguous()
-        parts = all_to_all_single_autograd(parts, None, None, self.cp.get_group())
-        return parts.movedim(0, 1).flatten(1, 2)
+_CORES = {"ring": _RingCore, "allgather_kv": _GatheringCore, "ulysses": _UlyssesCore}
+"""By parallelism.context_parallel_method."""

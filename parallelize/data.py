@@ -1,5 +1,7 @@
 """Data parallel: replicas (DDP), shards (FSDP: arXiv:2304.11277), or replicas of shards (HSDP), all by fully_shard."""
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,15 +11,15 @@ from components.config import Parallelism, Training
 
 
 def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
-    """Split parameters over the last dimension of shards, copy them over the one before, compute in bf16 if asked to.
+    """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
 
-    Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's tokens.
-    One rank is wrapped only for bfloat16, so that it means the same at every degree, and for offloading.
+    Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
+    One rank is wrapped only for offloading and for bfloat16, which then means the same at every degree.
     """
     precision = getattr(torch, training.mixed_precision_param)
     if shards.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
         return
-    # Inputs are not cast: token ids must not be, the hidden state already is, and rotary angles stay in float32.
+    # Inputs are not cast: the hidden state has the right type, token ids and rotary angles have to keep theirs.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
     )
@@ -25,30 +27,21 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
     reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
-        reshard = "never"  # else each of the pipeline's micro-batches would gather all weights again
-
-    def shard(modules: nn.Module | list[nn.Module], reshard_after_forward: bool) -> None:
-        fully_shard(
-            modules,
-            mesh=shards,
-            mp_policy=policy,
-            offload_policy=offload,
-            reshard_after_forward=reshard_after_forward,
-        )
-
-    # A tied table belongs to both ends of the model: it stays with the root, which is gathered throughout.
+        reshard = "never"  # otherwise each micro-batch of the pipeline would gather all weights again
+    shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
+    # A tied table belongs to both ends of the model: the root holds it, and stays gathered from forward to backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]
     ends = [children[name] for name in ("norm", "output") if name in children]
     tied = embedding is not None and "output" in children and embedding.weight is children["output"].weight
     if embedding is not None and not tied:
-        shard(embedding, reshard != "never")
+        shard(embedding, reshard_after_forward=reshard != "never")
     for block in layers.children():
-        shard(block, reshard != "never")
+        shard(block, reshard_after_forward=reshard != "never")
     if ends and not tied:
-        # Backward starts with the head: freeing it after forward would only gather it again.
-        shard(ends, reshard == "always")
-    shard(model, reshard == "always")
+        # Backward starts with the head, and would gather it again at once.
+        shard(ends, reshard_after_forward=reshard == "always")
+    shard(model, reshard_after_forward=reshard == "always")
     _prefetch(list(layers.children()), parallelism.fsdp_prefetch_layers)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -57,7 +50,7 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
 
 
 def _prefetch(blocks: list[nn.Module], count: int) -> None:
-    """Gather that many layers ahead, in forward and in backward. One ahead is what FSDP does by itself."""
+    """Gather the weights of `count` layers ahead, in forward and in backward. FSDP gathers one ahead by itself."""
     for number, block in enumerate(blocks) if count > 1 else ():
         assert isinstance(block, FSDPModule)
         block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + count])  # type: ignore[arg-type]
@@ -66,15 +59,14 @@ def _prefetch(blocks: list[nn.Module], count: int) -> None:
 
 
 def reshard(stages: list[nn.Module]) -> None:
-    """Free the weights that a forward without backward left gathered, so that parameters are each rank's own again."""
-    for stage in stages:
-        for module in stage.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+    """Free the weights that a forward without backward left gathered: parameters are shards again."""
+    for module in (module for stage in stages for module in stage.modules()):
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def set_gradient_sync(stages: list[nn.Module], last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the last of its step."""
+    """Let the next backward reduce gradients if it is the last of its optimizer step."""
     for stage in stages:
         if isinstance(stage, FSDPModule):
             stage.set_requires_gradient_sync(last)

@@ -1,6 +1,6 @@
 """Float8 training: a layer's matrix products take inputs scaled to 8 bits (arXiv:2209.05433), by torchao.
 
-Weights, their names and checkpoints stay as they are; the head, whose product is part of the loss, does too.
+Weights, names and checkpoints stay as they are. The head is not converted: its product is part of the loss.
 """
 
 from dataclasses import replace
@@ -18,10 +18,8 @@ def apply_float8(model: nn.Module, model_config: Model, config: Float8) -> None:
         return
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # 2 s to import
 
-    def is_converted(module: nn.Module, name: str) -> bool:
-        return not any(part in name for part in config.filter_fqns)
-
-    recipe = Float8LinearConfig.from_recipe_name(config.recipe_name)
     convert_to_float8_training(
-        model.get_submodule("layers"), module_filter_fn=is_converted, config=replace(recipe, emulate=config.emulate)
+        model.get_submodule("layers"),
+        module_filter_fn=lambda _, name: not any(part in name for part in config.filter_fqns),
+        config=replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate),
     )

@@ -22,7 +22,7 @@ def parallelize_llama(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[n
 
 
 def llama_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
-    """Module names -> style. Between matrices the hidden state (B, S, D) is split along S, or whole on every rank."""
+    """Module names -> style. Between matrices the hidden state (B, S, D) is split along S, or replicated."""
     hidden = Shard(1) if parallelism.sequence_parallel else Replicate()
     norm = SequenceParallel() if parallelism.sequence_parallel else Replicated()
     return {

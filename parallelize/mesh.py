@@ -1,4 +1,4 @@
-"""Degrees, plain integers, and the DeviceMesh that they make. torch is imported only to build the mesh."""
+"""Degrees, which are plain integers, and their DeviceMesh. torch is imported only to build the mesh."""
 
 from __future__ import annotations
 
@@ -48,16 +48,12 @@ class Degrees:
 
 
 def minimum_ranks(config: JobConfig) -> int:
-    """Ranks that the layout needs at the least: the product of the degrees, with -1 counted as 1."""
+    """The fewest ranks of the layout: the product of the degrees, with -1 counted as 1."""
     return math.prod(max(getattr(config.parallelism, key), 1) for key in _KEYS.values())
 
 
 def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
-    """The degrees for this many ranks.
-
-    Raises:
-        ConfigError: their product is not world_size; names the nearest layouts that fit.
-    """
+    """The degrees for world_size ranks. Raises ConfigError, with the nearest layouts that fit, for another product."""
     given = {name: getattr(config.parallelism, key) for name, key in _KEYS.items()}
     needed = minimum_ranks(config)
     free = next((name for name, size in given.items() if size == -1), None)
@@ -68,19 +64,14 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
         return degrees
     shown = " x ".join(f"{_KEYS[name]} {size}" for name, size in given.items() if size != 1) or "all degrees 1"
     key = "parallelism." + next((key for name, key in _KEYS.items() if given[name] > 1), _KEYS["dp_shard"])
-    fits = "; ".join(_nearest(given, world_size))
+    makes, fits = f"a multiple of {needed}" if free else needed, "; ".join(_nearest(given, world_size))
     raise ConfigError(
-        mistake(config, key, f"{shown} makes {_product(given)} ranks, but there are {world_size}. What fits: {fits}")
+        mistake(config, key, f"{shown} makes {makes} ranks, but there are {world_size}. What fits: {fits}")
     )
 
 
-def _product(given: dict[str, int]) -> str:
-    fixed = math.prod(size for size in given.values() if size != -1)
-    return f"a multiple of {fixed}" if -1 in given.values() else str(fixed)
-
-
 def _nearest(given: dict[str, int], world_size: int) -> list[str]:
-    """Changes of one degree that make the product fit, smallest first; and the number of ranks that fits."""
+    """Changes of one degree that make the product fit, smallest first; and a number of ranks that fits."""
     free = -1 in given.values()
     found = []
     for name, key in _KEYS.items():
@@ -95,7 +86,7 @@ def _nearest(given: dict[str, int], world_size: int) -> list[str]:
 
 
 class Mesh:
-    """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shares the weights.
+    """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shards the weights.
 
     Needs an initialised process group.
     """
@@ -123,9 +114,9 @@ class Mesh:
 
 
 def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
-    """Which rank sits where, as lines of text: ranks in brackets share the innermost dimension.
+    """A drawing of the mesh, as lines of text: a pair of brackets holds the ranks along the innermost dimension.
 
-    A row for each place in the dimensions outside the two innermost, of those that are larger than 1.
+    Of the dimensions larger than 1, the two innermost make a row; there is a row for each place in the others.
     """
     order = ("dp_replicate", "dp_shard", "cp", "pp", "tp") if pipeline_first else tuple(_KEYS)
     used = [name for name in order if getattr(degrees, name) > 1]
@@ -148,15 +139,15 @@ def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
 
 
 def batch_rank(mesh: Mesh) -> int:
-    """Which part of the global batch this rank sees, of Degrees.batch_ranks."""
+    """The number of this rank's part of the global batch, of Degrees.batch_ranks parts."""
     shard = mesh["dp_shard"]
     return mesh["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
 
 
 def sum_over_token_ranks(value: Tensor, mesh: Mesh) -> Tensor:
-    """The sum, in place and on every rank, over the ranks that see different tokens.
+    """Sum in place, on every rank, over the ranks that see different tokens and over the stages of a pipeline.
 
-    And over the stages of a pipeline, of which only the last knows a loss.
+    Only the last stage knows a loss; the others have 0.
     """
     from torch.distributed import all_reduce
 

@@ -1,14 +1,14 @@
 """The fixed order in which every family's layout is applied to a model on the meta device:
 
-  stages             are cut first, so that no device makes what it won't keep
+  stages             are cut first, so that no device makes parameters that it will not keep
   float8             swaps linear modules, which tensor parallel then splits
-  tensor parallel    changes what a module's parameters are, so it comes before all that wraps them
-  context parallel   changes only the attention cores
-  compile            takes a layer's `forward`, in which nothing is replaced any more
-  checkpointing      goes around what is compiled: torch 2.13 fails the other way round with tensor parallel
-  data parallel      is outermost, so that `fully_shard` gathers what all the others left
+  tensor parallel    replaces parameters, so it comes before whatever wraps them
+  context parallel   changes only the attention cores and the visibility
+  compile            takes a layer's `forward`, after the last replacement in it
+  checkpointing      goes around the compiled layer: torch 2.13 fails the other way round with tensor parallel
+  data parallel      is outermost: `fully_shard` shards the parameters that all the others left
 
-Only then is the model given memory and weights, and its ties again; the schedule of a pipeline is built last.
+Then the model is given memory and weights, and tied again; the schedule of a pipeline is built last.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def parallelize(
     model: nn.Module, mesh: Mesh, config: JobConfig, tp_plan: Mapping[str, ParallelStyle]
 ) -> list[nn.Module]:
     """The stages of the model that this rank holds, laid out and still on the meta device."""
-    # What every parameter is sharded over, with the dimension of its copies in front where there are several.
+    # The dimension that every parameter is sharded over; before it the replicas, if there are several.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:

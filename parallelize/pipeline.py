@@ -1,7 +1,7 @@
 """Pipeline parallel: the layers are cut into stages, and micro-batches pass through them by one of torch's schedules.
 
-A stage is the model with only some of its modules, which keep their names: what a stage takes is the hidden state that
-the one before it gives, and the last one, called with labels, gives the summed loss.
+A stage is the model with only some of its modules, which keep their names. It takes the hidden state of the previous
+stage; the last stage, called with labels, gives the summed loss.
 """
 
 import copy
@@ -19,12 +19,11 @@ from parallelize.schedules import modules_of_stages, number_of_stages, schedule_
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
-    """The stages that this rank holds, of a model on the meta device; the model itself without pipeline parallel."""
+    """This rank's stages of a model on the meta device; the model itself without pipeline parallel."""
     pp = mesh["pp"]
     if pp.size() == 1:
         return [model]
-    layers = model.get_submodule("layers")
-    modules = modules_of_stages(parallelism, sum(1 for _ in layers.children()))
+    modules = modules_of_stages(parallelism, len(list(model.get_submodule("layers").children())))
     mine = stages_of_rank(parallelism, pp.get_local_rank(), len(modules))
     return [_keep(copy.deepcopy(model), modules[stage]) for stage in mine]
 
@@ -42,7 +41,7 @@ def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
 
 
 def _passed_on(dim: int, config: JobConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a micro-batch, on this rank, without memory: tokens, the hidden state that travels, the loss."""
+    """A micro-batch's tokens, hidden state between stages, and loss: on the meta device, as this rank has them."""
     parallelism, training = config.parallelism, config.training
     size = parallelism.pipeline_parallel_microbatch_size
     length = training.seq_len // parallelism.context_parallel_degree
@@ -55,7 +54,7 @@ def _passed_on(dim: int, config: JobConfig) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Pipeline:
-    """Runs micro-batches through the stages of all ranks; the same calls on every rank."""
+    """Runs micro-batches through the stages of all ranks; every rank makes the same calls."""
 
     def __init__(
         self, stages: list[nn.Module], layers: int, dim: int, mesh: Mesh, config: JobConfig, device: torch.device
@@ -69,9 +68,10 @@ class Pipeline:
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        """Of one call of forward_backward."""
+        """In one call of forward_backward."""
         tokens, hidden, loss = _passed_on(dim, config)
-        # Without these, stages would run a forward for shape inference in the first step.
+        self._valid = 1
+        # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [
             PipelineStage(
                 module,
@@ -89,18 +89,13 @@ class Pipeline:
         self._schedule = schedule.load()(
             parts[0] if schedule.one_stage else parts,
             n_microbatches=self.micro_batches,
-            loss_fn=self._divided,
-            scale_grads=False,  # by the number of micro-batches: the loss is divided by labels instead
+            loss_fn=lambda loss, _: loss / self._valid,  # the last stage gives the summed loss
+            scale_grads=False,  # torch would divide by the number of micro-batches
         )
-        self._valid = 1
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
 
-    def _divided(self, loss: Tensor, labels: Tensor) -> Tensor:
-        """The last stage has worked out the loss; it is divided before backward."""
-        return loss / self._valid
-
     def forward_backward(self, batch: dict[str, Tensor], valid: int) -> Tensor:
-        """Gradients of the batch's summed loss over `valid`; returns that loss on the last stage's rank, else 0."""
+        """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0."""
         self._valid = valid
         losses: list[Tensor] = []
         more = {name: tensor for name, tensor in batch.items() if name != "tokens"}
@@ -110,7 +105,7 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
     def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Forward alone, stage by stage: the batch's summed loss on the last stage's rank, 0 on others.
+        """Forward only, stage by stage: returns the batch's summed loss on the last stage's rank, 0 on others.
 
         torch's own forward-only mode fails with V-shaped schedules.
         """
@@ -123,7 +118,7 @@ class Pipeline:
         return hidden if self._count - 1 in self._modules else torch.zeros((), device=self._device)
 
     def _broadcast(self, hidden: Tensor, stage: int, batch_shape: torch.Size) -> Tensor:
-        """What a stage gives, to all ranks. It has one shape for a shape of batches, which is told once."""
+        """Send a stage's hidden state to all ranks; its shape only the first time that a batch has this shape."""
         source = self._owner[stage]
         if batch_shape not in self._hidden:
             told: list[Any] = [(hidden.shape, hidden.dtype)]

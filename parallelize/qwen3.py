@@ -15,6 +15,6 @@ def parallelize_qwen3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[n
 
 
 def qwen3_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
-    """Module names -> style. Queries and keys (B, S, H, K) are split by heads, and a norm's weight sees all of them."""
+    """Module names -> style. Queries and keys (B, S, H, K) are split by heads, which share a norm's weight (K,)."""
     per_head = SequenceParallel(sequence_dim=2, use_local_output=True)
     return llama_tp_plan(parallelism) | {"layers.*.attention.[qk]_norm": per_head}

@@ -9,10 +9,6 @@ from typing import Any
 from components.config import Parallelism
 
 
-def _any_number(count: int, pp: int, stages: int) -> str:
-    return ""
-
-
 def _one_a_stage(count: int, pp: int, stages: int) -> str:
     return "" if count >= stages else f"as many as stages, {stages}"
 
@@ -24,22 +20,22 @@ def _even_rounds(count: int, pp: int, stages: int) -> str:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What has to be known of a pipeline schedule."""
+    """A pipeline schedule: the class that runs it, and what rules and stages need to know of it."""
 
     found: str
-    """Module and name of its class, one like torch's own."""
+    """Module and name of its class, which has the interface of torch's own."""
     stages_a_rank: tuple[int, float] = (1, 1)
     """Least and most."""
     v_shaped: bool = False
     """A rank has one stage from the front and its counterpart from the back."""
     splits_backward: bool = False
-    """The gradients of inputs and those of weights are computed apart."""
-    lacks: Callable[[int, int, int], str] = _any_number
-    """(micro-batches, ranks, stages) -> what number of micro-batches it needs instead, or nothing."""
+    """Gradients of inputs and gradients of weights are computed apart."""
+    lacks: Callable[[int, int, int], str] = lambda count, pp, stages: ""
+    """(micro-batches, ranks, stages) -> the number of micro-batches that would do, in words; empty if this one does."""
 
     @property
     def one_stage(self) -> bool:
-        """Its class takes one stage, and not a list of them."""
+        """The class takes one stage instead of a list of stages."""
         return self.stages_a_rank[1] == 1
 
     def load(self) -> Any:
@@ -68,7 +64,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def number_of_stages(parallelism: Parallelism, layers: int) -> int:
-    """Stages of the whole pipeline: as listed, or as layers_per_stage makes, or the least that the schedule takes."""
+    """Stages of the whole pipeline: those listed, or by layers_per_stage, or the fewest that the schedule takes."""
     if parallelism.module_fqns_per_model_part:
         return len(parallelism.module_fqns_per_model_part)
     if parallelism.pipeline_parallel_layers_per_stage:
@@ -77,13 +73,13 @@ def number_of_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def _weight(parallelism: Parallelism, layers: int) -> int:
-    """Layers, and those that the embedding and the head count as."""
+    """The model's length in layers, with the embedding and the head counted as the layers that the job file says."""
     ends = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
     return layers + ends
 
 
 def layers_of_stages(parallelism: Parallelism, layers: int) -> list[int]:
-    """Layers of each stage: even, less what the embedding and the head count as; earlier stages have the remainder."""
+    """Layers of each stage: equal shares of the model's length; earlier stages have the remainder."""
     stages = number_of_stages(parallelism, layers)
     each, rest = divmod(_weight(parallelism, layers), stages)
     counts = [each + (stage < rest) for stage in range(stages)]
@@ -111,7 +107,7 @@ def stages_of_rank(parallelism: Parallelism, rank: int, stages: int) -> list[int
 
 
 def describe_stages(parallelism: Parallelism, layers: int) -> str:
-    """Which rank of the pipeline has which modules, as lines of text."""
+    """The stages and modules of each rank of the pipeline, as lines of text."""
     modules = modules_of_stages(parallelism, layers)
     lines = []
     for rank in range(parallelism.pipeline_parallel_degree):
@@ -122,8 +118,6 @@ def describe_stages(parallelism: Parallelism, layers: int) -> str:
 
 def _shorten(names: list[str]) -> str:
     """layers.3, layers.4, layers.5 -> layers 3-5."""
-    layers = [name.removeprefix("layers.") for name in names if name.startswith("layers.")]
-    span = [f"layers {layers[0]}-{layers[-1]}" if len(layers) > 1 else f"layer {layers[0]}"] if layers else []
-    others = [name for name in names if not name.startswith("layers.")]
-    before = [name for name in others if name == "tok_embeddings"]
-    return ", ".join(before + span + [name for name in others if name not in before])
+    numbers = [name.removeprefix("layers.") for name in names if name.startswith("layers.")]
+    span = f"layers {numbers[0]}-{numbers[-1]}" if len(numbers) > 1 else "".join(f"layer {one}" for one in numbers)
+    return ", ".join(dict.fromkeys(span if name.startswith("layers.") else name for name in names))

@@ -1,5 +1,6 @@
 """What this rank holds of a tensor: its slice, its gradients, its bytes."""
 
+import math
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """What this rank holds of a parameter, and where that begins in the full tensor."""
+    """This rank's slice of a parameter, and the index of its first element in the full tensor."""
     if not isinstance(parameter, DTensor):
         return parameter, (0,) * parameter.ndim
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -18,7 +19,7 @@ def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
-    """The groups over whose ranks a tensor is split, and what this rank has of it."""
+    """The groups over whose ranks a tensor is split, and this rank's part."""
     if not isinstance(tensor, DTensor):
         return (), tensor
     mesh = tensor.device_mesh
@@ -27,7 +28,7 @@ def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
 
 
 def align_gradients(parameters: list[nn.Parameter]) -> None:
-    """Give each gradient its parameter's placement: those of norms are partial sums until here."""
+    """Give each gradient its parameter's placement: gradients of norms are partial sums until here."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
@@ -37,11 +38,11 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
 def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
     """The bytes that this rank keeps, as a line of text.
 
-    state_bytes: what the optimizer keeps of an element; batches: those that a reduction of gradients is of.
+    state_bytes: of the optimizer, for each element; batches: accumulation steps or micro-batches of one reduction.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     elements = sum(local_part(parameter)[1].numel() for parameter in trained)
-    # Those of accumulation steps and micro-batches add up unsharded, so that gradients are reduced once.
+    # Several batches add up unsharded gradients, which are reduced once.
     gradients = elements if batches == 1 else sum(_unsharded(parameter) for parameter in trained)
     weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
     kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes * elements}
@@ -50,12 +51,11 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
 
 def _unsharded(parameter: Tensor) -> int:
     """Elements of a parameter that FSDP has gathered: still split by tensor parallel."""
-    count = parameter.numel()
-    if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-        dimension = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
-        if not parameter.placements[dimension].is_replicate():
-            count //= parameter.device_mesh.size(dimension)
-    return count
+    if not isinstance(parameter, DTensor):
+        return parameter.numel()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    split = [dim for dim, name in enumerate(names) if name == "tp" and not parameter.placements[dim].is_replicate()]
+    return parameter.numel() // math.prod(parameter.device_mesh.size(dim) for dim in split)
 
 
 def _size(size: int) -> str:

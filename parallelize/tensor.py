@@ -1,14 +1,13 @@
-"""Tensor parallel: each matrix split over tp ranks (arXiv:1909.08053), with what lies between split along the sequence
-(sequence parallel, arXiv:2205.05198), and the loss split by vocabulary.
+"""Tensor parallel: each matrix is split over tp ranks (arXiv:1909.08053), activations between matrices along the
+sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 
-A plan is data: a pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
-SequenceParallel, PrepareModuleInput), and three for what torch lacks: norms without sequence parallel, an embedding
-whose gradient is no larger than a rank's rows, and a head with its loss.
+A plan is data: pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
+SequenceParallel, PrepareModuleInput) and three that torch lacks: norms without sequence parallel, an embedding whose
+gradient is no larger than a rank's rows, and a head with its loss.
 """
 
 import functools
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -21,39 +20,28 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
-from models.parameters import set_trained
+from models.parameters import covers, set_trained
 from parallelize.mesh import Mesh
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split the model by the plan.
-
-    Raises:
-        ValueError: a pattern matches no module, or a parameter is in no module that a pattern matches.
-    """
+    """Split the model by the plan. Raises ValueError for a pattern or a parameter that is left over."""
     tp = mesh["tp"]
     if tp.size() == 1:
         return
     names = [name for name, _ in model.named_modules()]
-    used = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
+    used = {pattern: style for pattern, style in plan.items() if any(covers(pattern, name) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
     parallelize_module(model, tp, used)
-    whole = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
-    if whole:
+    if whole := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
-    model.tie_weights()  # type: ignore[operator]  # each use of a table was split by itself
+    model.tie_weights()  # type: ignore[operator]  # embedding and head were each given a table of their own
     set_trained(model)  # styles register new parameters, which would all be trained
 
 
-def _matches(name: str, pattern: str) -> bool:
-    """As parallelize_module does it: part by part, so that * stands for one."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
 def _is_left_out(model: nn.Module, pattern: str) -> bool:
-    """Whether it is about a part of the model that this stage does not hold."""
+    """Whether a pattern names a part of the model that this stage does not hold."""
     part = getattr(model, pattern.partition(".")[0], nn.Identity())
     return part is None or (isinstance(part, nn.ModuleDict) and not len(part))
 
@@ -71,9 +59,9 @@ class Replicated(ParallelStyle):
 
 
 class VocabularyParallelEmbedding(ParallelStyle):
-    """A table split by rows: a rank looks up the tokens that it has, and the results are summed.
+    """A table split by rows: a rank looks up the tokens of its own rows, and the results are summed.
 
-    Takes tokens (B, S) that all ranks have; gives (B, S, D) on all of them, or with Shard(1) each its part of S.
+    Takes tokens (B, S), the same on all ranks. Gives (B, S, D) on every rank; with Shard(1), a rank's part of S.
     """
 
     def __init__(self, output_layout: Placement) -> None:
@@ -88,7 +76,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
             mine = (local >= 0) & (local < rows.shape[0])
             found = F.embedding(local.where(mine, 0), rows) * mine[..., None]
             partial = DTensor.from_local(found, device_mesh, [Partial()], run_check=False)
-            # FSDP hooks gradients to what a module returns, and warns of views.
+            # FSDP hooks a module's output, and warns if the output is a view.
             return partial.redistribute(placements=[self.output_layout]).to_local().clone()
 
         module.forward = forward
@@ -96,10 +84,11 @@ class VocabularyParallelEmbedding(ParallelStyle):
 
 
 class VocabularyParallelHead(ParallelStyle):
-    """The projection to the vocabulary, split by rows, with the loss behind it.
+    """The projection to the vocabulary, split by rows, and the loss.
 
-    Takes hidden states (B, S, D) in input_layout, labels (B, S) whole. With loss_parallel no rank holds more than its
-    part of the logits; without, they are gathered and every rank computes the same loss. Logits are always given whole.
+    Takes hidden states (B, S, D) in input_layout, and whole labels (B, S). With loss_parallel, a rank holds only its
+    part of the logits; without, every rank gathers the logits and computes the same loss. Gives whole logits if there
+    are no labels.
     """
 
     def __init__(self, input_layout: Placement, loss_parallel: bool) -> None:
@@ -114,7 +103,7 @@ class VocabularyParallelHead(ParallelStyle):
         def forward(x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
             if not isinstance(x_BSD, DTensor):
                 x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.input_layout], run_check=False)
-            # What comes back is each rank's part of the gradient: of its rows of the vocabulary.
+            # Its gradient is a partial sum on each rank: over that rank's rows of the vocabulary.
             whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             if labels_BS is not None:
                 return linear_cross_entropy(whole, _rows(module), labels_BS, module.cross_entropy)
@@ -139,7 +128,7 @@ def _rows(module: nn.Module) -> Tensor:
 def vocabulary_parallel_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
     """A CrossEntropy of logits (T, V / tp) split by vocabulary, where every rank has all labels.
 
-    Three sums or maxima of T numbers are all that ranks exchange (arXiv:1909.08053, section 3).
+    Ranks only exchange a maximum and two sums for each of T tokens (arXiv:1909.08053, section 3).
     """
     group, columns = mesh.get_group(), logits.shape[1]
     logits = logits.float()

@@ -1,18 +1,17 @@
-"""Draws what each rank of a pipeline does when, from torch's own schedules, and says how long it is idle.
+"""Draws when each rank of a pipeline does what, from torch's own schedules, and prints how long ranks are idle.
 
 python -m parallelize.timeline 1F1B ZBVZeroBubble --pp 4 --microbatches 8 --output schedules.png
 
-Forward, the gradient of inputs and that of weights take one unit of time each, for each stage and micro-batch; messages
-take none. A rank does its actions in the schedule's order, each as soon as what it needs is there.
+For a stage and a micro-batch, forward, the gradient of inputs and the gradient of weights take one unit of time each;
+messages take none. A rank does its actions in the schedule's order, each as soon as its inputs are there.
 """
 
 import argparse
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -23,11 +22,10 @@ from parallelize.schedules import SCHEDULES, stages_of_rank
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
 Step = tuple[Action, ...]
-"""One action, or a forward and a backward that torch runs as one: nobody has their results before both are done."""
+"""One action, or a forward and a backward that torch runs as one, whose results come when both are done."""
 
 
-@dataclass(frozen=True)
-class Box:
+class Box(NamedTuple):
     """An action of a rank; times in units."""
 
     rank: int
@@ -39,9 +37,9 @@ class Box:
 
 
 def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
-    """What a schedule makes each rank do, in order. Raises ValueError for a number of micro-batches it does not take.
+    """The steps of each rank, in order. Raises ValueError for a number of micro-batches that the schedule refuses.
 
-    stages_a_rank is for schedules that may have more than two.
+    stages_a_rank counts where the schedule allows more than two.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
@@ -52,28 +50,23 @@ def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> l
     settings = Parallelism(pipeline_parallel_schedule=name, pipeline_parallel_degree=pp)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=pp)
     try:
-        stages = [
-            PipelineStage(nn.Identity(), number, count, torch.device("cpu"))
-            for number in stages_of_rank(settings, 0, count)
-        ]
+        numbers, cpu = stages_of_rank(settings, 0, count), torch.device("cpu")
+        stages = [PipelineStage(nn.Identity(), number, count, cpu) for number in numbers]
         made = schedule.load()(
-            stages[0] if schedule.one_stage else stages,
-            n_microbatches=micro_batches,
-            loss_fn=lambda loss, _: loss,
+            stages[0] if schedule.one_stage else stages, n_microbatches=micro_batches, loss_fn=lambda loss, _: loss
         )
         orders = [_steps(made.pipeline_order[rank]) for rank in range(pp)]
     finally:
         dist.destroy_process_group()
-    # torch does not run the tables of these schedules; that of 1F1B begins the last rank's forwards at micro-batch 1.
+    # torch runs these schedules without a table; the one of 1F1B begins the last rank's forwards at micro-batch 1.
     return [_forwards_from_0(order) for order in orders] if schedule.one_stage else orders
 
 
 def _steps(order: list[Any]) -> list[Step]:
-    """Without gaps and messages."""
+    """torch's order without gaps and messages."""
     steps = []
-    for action in order:
-        parts = (action.sub_actions or (action,)) if action is not None else ()
-        found = [re.fullmatch(r"(\d+)([FIWB])(\d+)", str(part)) for part in parts]
+    for action in filter(None, order):
+        found = [re.fullmatch(r"(\d+)([FIWB])(\d+)", str(part)) for part in action.sub_actions or (action,)]
         steps.append(tuple((match[2], int(match[1]), int(match[3])) for match in found if match))
     return [step for step in steps if step]
 
@@ -86,10 +79,9 @@ def _forwards_from_0(order: list[Step]) -> list[Step]:
 def simulate(orders: list[list[Step]]) -> list[Box]:
     """When each action runs. Raises ValueError if ranks wait for each other for ever."""
     done: dict[Action, int] = {}
-    waiting = [list(order) for order in orders]
-    last = max(stage for order in orders for step in order for _, stage, _ in step)
-    free = [0] * len(orders)
     boxes: list[Box] = []
+    waiting, free = [list(order) for order in orders], [0] * len(orders)
+    last = max(stage for order in orders for step in order for _, stage, _ in step)
     while any(waiting):
         before = len(boxes)
         for rank, order in enumerate(waiting):
@@ -118,19 +110,18 @@ def _needed(step: Step, last: int) -> Iterator[Action]:
 
 
 def idle(boxes: list[Box]) -> float:
-    """Idle time over working time, of all ranks from the first action of any to the last."""
+    """Idle time over working time of all ranks, from the first action of any rank to the last one."""
     ranks = 1 + max(box.rank for box in boxes)
     return max(box.end for box in boxes) * ranks / sum(box.end - box.start for box in boxes) - 1
 
 
 def most_alive(boxes: list[Box], rank: int) -> int:
-    """Pairs of stage and micro-batch whose activations a rank has at once, at the most."""
+    """The largest number of (stage, micro-batch) whose activations a rank holds at once."""
     mine = [box for box in boxes if box.rank == rank]
-    # Freed when the gradient of the weights is known; what ends comes before what starts.
-    changes = sorted([(box.end, -1) for box in mine if box.kind in ("B", "W")]
-                     + [(box.start, 1) for box in mine if box.kind == "F"])  # fmt: skip
-    alive = [sum(change for _, change in changes[: number + 1]) for number in range(len(changes))]
-    return max(alive)
+    # The gradient of weights frees them. Sorting puts -1 first: at one time, ends come before starts.
+    freed = [(box.end, -1) for box in mine if box.kind in ("B", "W")]
+    changes = sorted(freed + [(box.start, 1) for box in mine if box.kind == "F"])
+    return max(itertools.accumulate(change for _, change in changes))
 
 
 _COLOURS = {"F": "#2f6fb5", "B": "#3f9a5b", "I": "#e08a1e", "W": "#8e5aa8"}
@@ -138,9 +129,9 @@ _WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "grad
 
 
 def draw(timelines: dict[str, list[Box]], path: Path) -> None:
-    """A PNG with a panel for each schedule: ranks below each other, time to the right, micro-batches as numbers.
+    """A PNG with a panel for each schedule: a row for each rank, time to the right, micro-batches as numbers.
 
-    Time is in forwards of all layers of a rank, so that panels compare; a rank's later stages are paler.
+    The unit of time is one forward of all layers of a rank, in every panel; a rank's later stages are paler.
     """
     import matplotlib
 
@@ -156,10 +147,14 @@ def draw(timelines: dict[str, list[Box]], path: Path) -> None:
     for (name, boxes), axes in zip(timelines.items(), panels[:, 0], strict=True):
         scale = stages[name]
         for box in boxes:
-            opacity = 1 - 0.5 * (box.stage // ranks) / scale
             start, width = box.start / scale, (box.end - box.start) / scale
-            style: dict[str, Any] = {"color": _COLOURS[box.kind], "alpha": opacity, "edgecolor": "white"}
-            axes.barh(box.rank, width, left=start, height=0.86, linewidth=0.8, **style)
+            style: dict[str, Any] = {
+                "color": _COLOURS[box.kind],
+                "edgecolor": "white",
+                "linewidth": 0.8,
+                "height": 0.86,
+            }
+            axes.barh(box.rank, width, left=start, alpha=1 - 0.5 * (box.stage // ranks) / scale, **style)
             middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
             axes.text(start + width / 2, box.rank, str(box.micro_batch), **middle)
         alive = ", ".join(f"{most_alive(boxes, rank) / scale:g}" for rank in range(ranks))

@@ -21,14 +21,14 @@ PAGE, PICTURE = ROOT / "docs" / "composition.md", ROOT / "assets" / "figures" / 
 
 @functools.cache
 def code() -> str:
-    """A digest of all that decides a result: results of other code don't count."""
+    """A digest of the code that decides a result: results of other code are not read."""
     folders = [path for name in ("components", "models", "parallelize") for path in (ROOT / name).rglob("*.py")]
     files = [*folders, *(ROOT / name for name in ("train.py", "tests/harness.py", "tests/small.py", "tests/matrix.py"))]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
 
 
 def read(path: Path) -> list[Row]:
-    """Results of this code, the last one of each layout; a line that a killed run cut off is left out."""
+    """Results of this code, the last one of each layout; skips the unfinished line of a killed run."""
     rows: dict[str, Row] = {}
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
@@ -56,17 +56,17 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
     lines = [
         "# What composes with what",
         "",
-        "Written by `python -m tests.matrix --all`, from what it ran: every layout is compared with one process, and",
-        "is the same run or refused by a rule before launch. How that is judged is in [the promise](promise.md).",
+        "Written by `python -m tests.matrix --all`. Each layout was compared with one process and is the same run, or",
+        "a rule refused the layout before launch. [The promise](promise.md) says how layouts are compared.",
         "",
         f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "
         f"{len(proven):,} proven, {sum(refusals.values()):,} refused, {len(others):,} neither.",
         "",
         "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
         "",
-        "A square is a pair of settings: its colour the worst error of a gradient in all proven layouts that have",
-        "both. It is hatched where each of these layouts that has both is refused, be it for a third setting (a tied",
-        "table in a pipeline), and white where there is none. The spread in the tests fills such gaps.",
+        "A square is a pair of settings. Its colour is the worst gradient error of all proven layouts with both.",
+        "A square is hatched if every layout with both is refused, perhaps for a third setting (a tied table in a",
+        "pipeline), and white if no layout with both was run. The layouts in the tests cover such pairs.",
         "",
         "| ranks | proven | refused | neither | seconds a layout |",
         "|---|---|---|---|---|",

@@ -3,91 +3,88 @@
 import difflib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
-from parallelize.rules.pipeline import (
-    layers_misfit,
-    micro_batches_misfit,
-    modules_misfit,
-    reshard_misfit,
-    stages_misfit,
-    tied_misfit,
-)
+from parallelize.rules import pipeline
 from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES, schedule_of
 
-
-@dataclass(frozen=True)
-class Rule:
-    """A layout is refused where `applies`; `reason` says why and what would work, and `key` is what to change."""
-
-    key: str
-    applies: Callable[[JobConfig, Degrees], bool]
-    reason: Callable[[JobConfig, Degrees], str]
+Misfit = Callable[[JobConfig, Degrees], str]
+"""Why a layout is refused and what would work, in a sentence; empty for a layout that is accepted."""
 
 
-def _splits(what: str, attribute: str) -> Rule:
+def _splits(what: str, attribute: str) -> Misfit:
     """tp has to divide one of the model's sizes."""
 
-    def divisors(config: JobConfig) -> str:
-        size = getattr(sizes_of(config), attribute)
-        return ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0 and degree <= 64)
+    def misfit(config: JobConfig, degrees: Degrees) -> str:
+        size, model = getattr(sizes_of(config), attribute), config.model
+        divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
+        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
+        return f"{model.name} {model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
 
-    return Rule(
-        "parallelism.tensor_parallel_degree",
-        lambda config, degrees: getattr(sizes_of(config), attribute) % degrees.tp != 0,
-        lambda config, degrees: (
-            f"{config.model.name} {config.model.flavor} has {getattr(sizes_of(config), attribute)} {what}, "
-            f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors(config)}"
-        ),
+    return misfit
+
+
+def _divides_sequence(length: Callable[[JobConfig], int | None]) -> Misfit:
+    def misfit(config: JobConfig, degrees: Degrees) -> str:
+        size, unit = length(config) or 0, sequence_unit(config, degrees)
+        fits = f"with {degrees} a sequence must be a multiple of {unit} tokens: {near_multiples(size, unit)} would be"
+        return fits if size % unit else ""
+
+    return misfit
+
+
+def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
+    """misfit is called only if there is a pipeline."""
+    return f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else ""
+
+
+def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
+    heads, kv_heads = sizes_of(config).n_heads // degrees.tp, sizes_of(config).n_kv_heads // degrees.tp
+
+    def shares(cp: int) -> bool:
+        return heads % cp == 0 and kv_heads > 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+
+    if degrees.cp == 1 or config.parallelism.context_parallel_method != "ulysses" or shares(degrees.cp):
+        return ""
+    return (
+        f"a rank has {heads} heads and {kv_heads} key/value heads, which {degrees.cp} ranks cannot exchange evenly; "
+        f"context_parallel_degree = {' or '.join(str(cp) for cp in range(1, degrees.cp) if shares(cp))} would do, "
+        'or context_parallel_method = "allgather_kv" or "ring"'
     )
 
 
-def _divides_sequence(key: str, length: Callable[[JobConfig], int | None]) -> Rule:
-    return Rule(
-        key,
-        lambda config, degrees: (length(config) or 0) % sequence_unit(config, degrees) != 0,
-        lambda config, degrees: (
-            f"with {degrees} a sequence must be a multiple of {sequence_unit(config, degrees)} tokens: "
-            f"{near_multiples(length(config) or 0, sequence_unit(config, degrees))} would be"
-        ),
+def _document_mask_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if degrees.cp == 1 or not config.training.document_mask or config.parallelism.context_parallel_method != "ring":
+        return ""
+    return (
+        "the ring takes no mask, so documents would see each other; "
+        'parallelism.context_parallel_method = "allgather_kv" or "ulysses" would do'
     )
 
 
-def _ulysses_heads(config: JobConfig, degrees: Degrees) -> tuple[int, int]:
-    """Heads and key/value heads of one tensor parallel rank."""
-    sizes = sizes_of(config)
-    return sizes.n_heads // degrees.tp, sizes.n_kv_heads // degrees.tp
+def _global_batch_misfit(config: JobConfig, degrees: Degrees) -> str:
+    size, local = global_batch_size(config, degrees), config.training.local_batch_size
+    multiples = near_multiples(size, local * degrees.batch_ranks)
+    reason = f"training.local_batch_size = {local} x {degrees.batch_ranks} batch ranks; {multiples} would be"
+    return f"not a multiple of {reason}" if size % (local * degrees.batch_ranks) else ""
 
 
-def _ulysses_cannot_share(config: JobConfig, degrees: Degrees, cp: int) -> bool:
-    heads, kv_heads = _ulysses_heads(config, degrees)
-    return heads % cp != 0 or kv_heads == 0 or (kv_heads % cp != 0 and cp % kv_heads != 0)
-
-
-def _misfit(key: str, misfit: Callable[[JobConfig, Degrees], str]) -> Rule:
-    """misfit: what is wrong, or nothing."""
-    return Rule(key, lambda config, degrees: bool(misfit(config, degrees)), misfit)
-
-
-def _pipeline(key: str, misfit: Callable[[JobConfig, Degrees], str]) -> Rule:
-    """misfit is asked only if there is a pipeline."""
-    return _misfit(f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else "")
+def _compiles_layers(config: JobConfig) -> bool:
+    return config.compile.enable and "model" in config.compile.components
 
 
 def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
-    checkpointing, compiled = config.activation_checkpoint, config.compile
+    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
     if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
         return ""
-    if compiled.enable and "model" in compiled.components:
+    if _compiles_layers(config):
         return (
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
             'an error; a number of layers, as "2", or mode = "full" would do'
         )
-    parallelism = config.parallelism
     if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
         return (
             f"{parallelism.pipeline_parallel_schedule} goes backward twice, for inputs and for weights, and what "
@@ -102,17 +99,15 @@ def _async_misfit(config: JobConfig, degrees: Degrees) -> str:
     needed = {
         "parallelism.tensor_parallel_degree of 2 or more": degrees.tp > 1,
         "parallelism.sequence_parallel = true": config.parallelism.sequence_parallel,
-        'compile.enable = true and "model" in compile.components': config.compile.enable
-        and "model" in config.compile.components,
+        'compile.enable = true and "model" in compile.components': _compiles_layers(config),
     }
     missing = [name for name, there in needed.items() if not there]
     return f"it is a pass of the compiler; it needs {', '.join(missing)}" if missing else ""
 
 
 def _rotate_misfit(config: JobConfig, degrees: Degrees) -> str:
-    parallelism, compiled = config.parallelism, config.compile
-    ring = parallelism.context_parallel_method == "ring" and parallelism.context_parallel_rotate_method == "alltoall"
-    if degrees.cp == 1 or not ring or not compiled.enable or "model" not in compiled.components:
+    methods = config.parallelism.context_parallel_method, config.parallelism.context_parallel_rotate_method
+    if degrees.cp == 1 or methods != ("ring", "alltoall") or not _compiles_layers(config):
         return ""
     return (
         "the compiler leaves out a message whose content one rank does not need, and the rank that sends it waits for "
@@ -152,74 +147,43 @@ def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
 
 
-RULES = [
-    _misfit("activation_checkpoint.selective_ac_option", _per_op_misfit),
-    _misfit("parallelism.enable_async_tensor_parallel", _async_misfit),
-    _misfit("parallelism.context_parallel_rotate_method", _rotate_misfit),
-    _misfit("model.converters", _float8_misfit),
-    _misfit("model.attention_kernel", _kernel_misfit),
-    _misfit("compile.backend", _backend_misfit),
-    _pipeline("pipeline_parallel_schedule", stages_misfit),
-    _pipeline("pipeline_parallel_degree", layers_misfit),
-    _pipeline("module_fqns_per_model_part", modules_misfit),
-    _pipeline("pipeline_parallel_microbatch_size", micro_batches_misfit),
-    _pipeline("fsdp_reshard_after_forward", reshard_misfit),
-    _pipeline("pipeline_parallel_degree", tied_misfit),
-    _splits("key/value heads", "n_kv_heads"),
-    _splits("feed-forward columns", "ffn_dim"),
-    _splits("rows in its vocabulary", "vocab_size"),
-    _divides_sequence("training.seq_len", lambda config: config.training.seq_len),
-    _divides_sequence(
-        "validation.seq_len", lambda config: config.validation.seq_len if config.validation.enable else None
+RULES: list[tuple[str, Misfit]] = [
+    ("activation_checkpoint.selective_ac_option", _per_op_misfit),
+    ("parallelism.enable_async_tensor_parallel", _async_misfit),
+    ("parallelism.context_parallel_rotate_method", _rotate_misfit),
+    ("model.converters", _float8_misfit),
+    ("model.attention_kernel", _kernel_misfit),
+    ("compile.backend", _backend_misfit),
+    _pipeline("pipeline_parallel_schedule", pipeline.stages_misfit),
+    _pipeline("pipeline_parallel_degree", pipeline.layers_misfit),
+    _pipeline("module_fqns_per_model_part", pipeline.modules_misfit),
+    _pipeline("pipeline_parallel_microbatch_size", pipeline.micro_batches_misfit),
+    _pipeline("fsdp_reshard_after_forward", pipeline.reshard_misfit),
+    _pipeline("pipeline_parallel_degree", pipeline.tied_misfit),
+    ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
+    ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
+    ("parallelism.tensor_parallel_degree", _splits("rows in its vocabulary", "vocab_size")),
+    ("training.seq_len", _divides_sequence(lambda config: config.training.seq_len)),
+    (
+        "validation.seq_len",
+        _divides_sequence(lambda config: config.validation.seq_len if config.validation.enable else None),
     ),
-    Rule(
-        "parallelism.context_parallel_method",
-        lambda config, degrees: (
-            degrees.cp > 1
-            and config.parallelism.context_parallel_method == "ulysses"
-            and _ulysses_cannot_share(config, degrees, degrees.cp)
-        ),
-        lambda config, degrees: (
-            "a rank has {} heads and {} key/value heads, ".format(*_ulysses_heads(config, degrees))
-            + f"which {degrees.cp} ranks cannot exchange evenly; context_parallel_degree = "
-            + " or ".join(str(cp) for cp in range(1, degrees.cp) if not _ulysses_cannot_share(config, degrees, cp))
-            + ' would do, or context_parallel_method = "allgather_kv" or "ring"'
-        ),
-    ),
-    Rule(
-        "training.document_mask",
-        lambda config, degrees: (
-            degrees.cp > 1 and config.training.document_mask and config.parallelism.context_parallel_method == "ring"
-        ),
-        lambda config, degrees: (
-            "the ring takes no mask, so documents would see each other; "
-            'parallelism.context_parallel_method = "allgather_kv" or "ulysses" would do'
-        ),
-    ),
-    Rule(
-        "training.global_batch_size",
-        lambda config, degrees: bool(
-            global_batch_size(config, degrees) % (config.training.local_batch_size * degrees.batch_ranks)
-        ),
-        lambda config, degrees: (
-            f"not a multiple of training.local_batch_size = {config.training.local_batch_size} x "
-            f"{degrees.batch_ranks} batch ranks; "
-            + near_multiples(global_batch_size(config, degrees), config.training.local_batch_size * degrees.batch_ranks)
-            + " would be"
-        ),
-    ),
+    ("parallelism.context_parallel_method", _ulysses_misfit),
+    ("training.document_mask", _document_mask_misfit),
+    ("training.global_batch_size", _global_batch_misfit),
 ]
+"""The key that a mistake names, and the function that finds the mistake."""
 
 
 def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
     """A line for each rule that this layout breaks."""
-    for rule in RULES:
-        if rule.applies(config, degrees):
-            yield mistake(config, rule.key, rule.reason(config, degrees))
+    for key, misfit in RULES:
+        if reason := misfit(config, degrees):
+            yield mistake(config, key, reason)
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
-    """Raises ConfigError for settings that the device has not; cuda: its compute capability, None on the CPU."""
+    """Raises ConfigError for settings that the device cannot honour; cuda: compute capability, None on the CPU."""
     float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
     spec = importlib.util.find_spec("torch")
     torch_path = str(spec.origin if spec else "")
@@ -243,7 +207,7 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
 
 
 def check_model(config: JobConfig) -> None:
-    """Raises ConfigError where model.name or model.flavor is not known, with the nearest that is."""
+    """Raises ConfigError for an unknown model.name or model.flavor, with the nearest known name."""
     from models import MODELS
 
     name, flavor = config.model.name, config.model.flavor
@@ -263,7 +227,7 @@ def _not_among(given: str, known: Iterable[str]) -> str:
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
-    """Raises ConfigError with every rule that the layout breaks, or where there is no such model, schedule or torch."""
+    """Raises ConfigError for a torch without the names that are used, an unknown model or schedule, or broken rules."""
     check_torch(config, degrees)
     check_model(config)
     if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
@@ -273,7 +237,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
 
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
-    """Layouts that are right but hardly meant, each with what would be better."""
+    """Accepted layouts that are slow or less exact, each with what would be better."""
     found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
     if ranks_per_node % degrees.tp:
         found.append(

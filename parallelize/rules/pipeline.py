@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline: each function says it in a sentence, or nothing. Asked only where there is one."""
+"""Rules on pipelines: each function gives the reason why a pipeline is refused, or an empty string."""
 
 from components.config import JobConfig
 from parallelize.mesh import Degrees
@@ -21,7 +21,7 @@ def layers_misfit(config: JobConfig, degrees: Degrees) -> str:
         return ""
     layers = sizes_of(config).n_layers
     counts = layers_of_stages(config.parallelism, layers)
-    # The ends have the embedding and the head: they may do without a layer.
+    # The first and the last stage may be without a layer: they have the embedding and the head.
     if min(counts[0], counts[-1]) >= 0 and min(counts[1:-1], default=1) > 0:
         return ""
     stages = number_of_stages(config.parallelism, layers)
@@ -58,9 +58,8 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
 def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     parallelism = config.parallelism
     sharded = degrees.dp_shard * degrees.cp > 1 or degrees.dp_replicate > 1
-    if not (sharded and parallelism.fsdp_reshard_after_forward == "always"):
-        return ""
-    if not schedule_of(parallelism).splits_backward:
+    always = parallelism.fsdp_reshard_after_forward == "always"
+    if not (sharded and always and schedule_of(parallelism).splits_backward):
         return ""
     return (
         f"{parallelism.pipeline_parallel_schedule} computes gradients of weights after those of inputs, and torch then "

@@ -1,4 +1,4 @@
-"""Sizes that rules speak of."""
+"""Sizes that rules check."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ from parallelize.mesh import Degrees
 
 
 def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """Sequences of one optimizer step: as set, or local_batch_size on every batch rank."""
+    """Sequences of one optimizer step: as set; by default local_batch_size on every batch rank."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch_ranks
@@ -22,7 +22,7 @@ def sizes_of(config: JobConfig) -> Any:
 
 
 def sequence_unit(config: JobConfig, degrees: Degrees) -> int:
-    """What a sequence has to be a multiple of."""
+    """The length of a sequence has to be a multiple of this number."""
     parallelism, unit = config.parallelism, degrees.cp
     if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
         unit *= 2

@@ -1,4 +1,4 @@
-"""Private names of torch that are used here: torch 2.13 has them, another version may not."""
+"""Private names of torch that this repository uses: torch 2.13 has them, another version may lack some."""
 
 from functools import cache
 from importlib import import_module, metadata
@@ -48,11 +48,11 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.distributed._symmetric_memory": "enable_symm_mem_for_group",
     },
 }
-"""By what uses them, and by the module that has them."""
+"""Part of a layout -> module of torch -> names in it."""
 
 
 def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
-    """Whether a layout has what PRIVATE speaks of."""
+    """Whether a layout uses each part of PRIVATE."""
     checkpointing = config.activation_checkpoint
     return dict.fromkeys(PRIVATE, False) | {
         "every run": True,
@@ -73,12 +73,12 @@ def torch_version() -> str:
 
 
 def untried() -> str:
-    """The version of torch if it is not the one that everything was proven on, else nothing."""
+    """The version of torch if it is another than PROVEN; else empty."""
     return "" if torch_version().startswith(f"{PROVEN}.") else torch_version()
 
 
 def lacking(part: str) -> list[str]:
-    """What this torch has not of the names that a part of PRIVATE uses."""
+    """The names of a part of PRIVATE that this torch lacks."""
     names = ((module, name) for module, names in PRIVATE[part].items() for name in names.split())
     return [f"{module}.{name}" for module, name in names if not _is_there(module, name)]
 
