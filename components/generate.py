@@ -55,8 +55,7 @@ class Source:
 def open_source(folder: Path, step: int | None) -> Source:
     """A run's dump_folder, or a Hugging Face folder. Called by all ranks.
 
-    Raises:
-        ConfigError: it is neither, or nothing in it can be used.
+    Raises ConfigError: it is neither, or nothing in it can be used.
     """
     if (folder / "run.json").exists():
         return _open_run(folder, step)
@@ -107,8 +106,7 @@ def _open_hugging_face(folder: Path) -> Source:
 def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model with its weights, its matrices split over all ranks.
 
-    Raises:
-        ConfigError: the ranks cannot share it evenly, or the weights do not fit.
+    Raises ConfigError: the ranks cannot share it evenly, or the weights do not fit.
     """
     ranks, sizes = dist.get_world_size(), source.model.config
     check_ranks(sizes, ranks)
@@ -201,10 +199,8 @@ def continue_text(
 ) -> Iterator[str]:
     """The text that follows a prompt, in pieces: count tokens, or up to the tokenizer's last one.
 
-    It depends on the seed and the prompt, not on what was generated before.
-
-    Raises:
-        ConfigError: there is nothing to begin with.
+    It depends on the seed and the prompt, not on what was generated before. Raises ConfigError: there is nothing to
+    begin with.
     """
     ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
     if not ids:

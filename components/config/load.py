@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def load_config(argv: list[str]) -> JobConfig:
     """Read `--job.config_file FILE` and the overrides in argv; a later setting goes before an earlier one.
 
-    Raises:
-        ConfigError: with every mistake in the file and on the command line, each with its place.
+    Raises ConfigError: with every mistake in the file and on the command line, each with its place.
     """
     overrides = list(read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]

@@ -50,8 +50,7 @@ class DataSpec:
 class TokenCache:
     """A finished cache, opened: tokens are read from disk as they are asked for.
 
-    Raises:
-        ConfigError: a file has not the size that it was written with.
+    Raises ConfigError: a file has not the size that it was written with.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -74,8 +73,7 @@ class TokenCache:
 def data_spec(training: Training, tokenizer_path: str, path: str | None = None) -> DataSpec:
     """The spec of the training data, or of data at another path that is read in the same way.
 
-    Raises:
-        ConfigError: training.dataset is not registered.
+    Raises ConfigError: training.dataset is not registered.
     """
     path = path or training.dataset_path
     if path is None:
@@ -90,8 +88,8 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
 def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
     """The cache of this data: opened if it is there, else made by `workers` processes (as many as there are cores).
 
-    Raises:
-        ConfigError: there is no data, a record cannot be read and is not to be skipped, or the cache cannot be written.
+    Raises ConfigError: there is no data, a record cannot be read and is not to be skipped, or the cache cannot be
+    written.
     """
     try:
         files = find_files(spec.path)

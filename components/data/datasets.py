@@ -11,8 +11,7 @@ from components.data.stream import StreamCache, is_stream, start_writer, stream_
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
     """Training sequences, and those that validation is on: data of its own, or a part held out.
 
-    Raises:
-        ConfigError: the tokenizer has more tokens than vocab_size, or there is not enough text.
+    Raises ConfigError: the tokenizer has more tokens than vocab_size, or there is not enough text.
     """
     training, validation = config.training, config.validation
     if is_stream(training):

@@ -81,9 +81,7 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
     """Bring files of a repository into a folder (assets/<its name> if None) and say which key wants them.
 
     `only` has names of parts (tokenizer, weights, all) or globs of files. What was interrupted goes on where it was.
-
-    Raises:
-        ConfigError: the hub cannot be reached or has no such thing, or the files cannot be written.
+    Raises ConfigError: the hub cannot be reached or has no such thing, or the files cannot be written.
     """
     from huggingface_hub import HfApi, snapshot_download
 

@@ -34,10 +34,8 @@ def data_order(data_key: str, config: JobConfig) -> dict[str, Any]:
 def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_size: int) -> None:
     """Whether a run goes on in the order that its checkpoint was in: both by what train.py's Run.state gives.
 
-    global_batch_size: as the job file has it, -1 where it follows from the layout.
-
-    Raises:
-        ConfigError: with all that differs.
+    global_batch_size: as the job file has it, -1 where it follows from the layout. Raises ConfigError: with all that
+    differs.
     """
     order = now["data_order"]
     changed = [f"{key} was {was}, is {order[key]}" for key, was in saved["data_order"].items() if order[key] != was]

@@ -23,10 +23,8 @@ class PackedSequences:
     """Windows of seq_len + 1 tokens, each beginning with the last token of the one before.
 
     Held out is a block in each of equal periods, spread over the stream; what is trained on is the rest, joined. Both
-    are index arithmetic. How the stream is divided does not depend on seq_len.
-
-    Raises:
-        ConfigError: there is not enough text for one sequence.
+    are index arithmetic. How the stream is divided does not depend on seq_len. Raises ConfigError: there is not enough
+    text for one sequence.
     """
 
     def __init__(

@@ -33,8 +33,7 @@ Reader = Callable[[Path, str], Iterator[str | BadRecord]]
 def find_files(path: str) -> list[Path]:
     """The data files of a file, a folder (with those inside it) or a glob, sorted; empty and hidden ones are left out.
 
-    Raises:
-        ConfigError: nothing is there, or a file that is named has an ending that cannot be read.
+    Raises ConfigError: nothing is there, or a file that is named has an ending that cannot be read.
     """
     given = Path(os.path.expanduser(path))
     known = ", ".join(sorted(READERS))

@@ -63,9 +63,8 @@ def is_stream(training: Training) -> bool:
 def stream_spec(config: JobConfig) -> StreamSpec:
     """What the job streams. The hub is asked which commit is meant.
 
-    Raises:
-        ConfigError: one line: no network, no such dataset or revision, no access, not a folder, or keys that a stream
-            cannot honour.
+    Raises ConfigError: one line: no network, no such dataset or revision, no access, not a folder, or keys that a
+    stream cannot honour.
     """
     training = config.training
     if "training.dataset_streaming" in config.origins and not training.dataset_streaming:
@@ -137,8 +136,7 @@ def check_stream(config: JobConfig) -> None:
 def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | BadRecord, dict[str, Any]]]:
     """Documents from a place on (from the first if it is empty), each with the place behind it.
 
-    Raises:
-        ConfigError: a file cannot be decoded. All that datasets raises for other reasons comes through.
+    Raises ConfigError: a file cannot be decoded. All that datasets raises for other reasons comes through.
     """
     import datasets
     import pyarrow
@@ -194,9 +192,7 @@ class StreamCache:
     def reach(self, wanted: int) -> None:
         """Wait until so many tokens are there, or all that the dataset has.
 
-        Raises:
-            ConfigError: the writer met data that cannot be read.
-            RuntimeError: the writer failed, or is gone.
+        Raises ConfigError: the writer met data that cannot be read; RuntimeError: the writer failed, or is gone.
         """
         started = told = alive = time.monotonic()
         while not self.is_whole:
@@ -253,8 +249,7 @@ class StreamCache:
 def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subprocess.Popen[str]":
     """Start the process that tokenizes ahead. It ends when its standard input does: with this process at the latest.
 
-    Raises:
-        RuntimeError: it ended before it began.
+    Raises RuntimeError: it ended before it began.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Not by multiprocessing: that would import train.py, and torch with it, in the writer and its workers.

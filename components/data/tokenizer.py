@@ -133,8 +133,7 @@ class JsonTokenizer:
 def find_tokenizer(path: str) -> Path:
     """The tokenizer's file: path itself, or the one in that folder; relative to here, else to the repository.
 
-    Raises:
-        ConfigError: there is none; says how to get one.
+    Raises ConfigError: there is none; says how to get one.
     """
     given = Path(os.path.expanduser(path))
     found = given if given.exists() else ROOT / given
@@ -187,8 +186,7 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
 def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
     """Train a byte-level BPE on text files and write it as a rank file; vocab_size counts the special tokens too.
 
-    Raises:
-        ConfigError: vocab_size leaves no room for the 256 bytes.
+    Raises ConfigError: vocab_size leaves no room for the 256 bytes.
     """
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ConfigError(f"a vocabulary of {vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need more")

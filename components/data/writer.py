@@ -75,8 +75,7 @@ def _size(file: Path) -> int:
 def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None:
     """Append tokens and document ends from where progress stands, and keep it up to date.
 
-    Raises:
-        ConfigError: the data cannot be read.
+    Raises ConfigError: the data cannot be read.
     """
     dtype = token_dtype(spec.vocab_size)
     bad: list[str] = []

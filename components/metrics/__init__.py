@@ -208,8 +208,7 @@ class _Wandb:
 def lock_folder(config: JobConfig) -> FileLock:
     """Make the dump folder and keep other runs out of it as long as the lock is held.
 
-    Raises:
-        ConfigError: another run holds it, or it cannot be made.
+    Raises ConfigError: another run holds it, or it cannot be made.
     """
     folder = Path(config.job.dump_folder)
     try:

@@ -212,9 +212,7 @@ def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
 def run_report(folders: Sequence[Path], path: Path) -> None:
     """The page of one run, or of several over each other, from their dump folders.
 
-    Raises:
-        OSError: the page cannot be written.
-        ValueError: a folder has no metrics.jsonl with rows in it.
+    Raises OSError: the page cannot be written; ValueError: a folder has no metrics.jsonl with rows in it.
     """
     short = {folder.resolve().name: folder for folder in folders}
     named = short if len(short) == len(folders) else {str(folder): folder for folder in folders}

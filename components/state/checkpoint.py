@@ -56,10 +56,8 @@ class Checkpointer:
     def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
         """Write step-<step>, publish it, and remove what keep_latest_k no longer keeps.
 
-        With async_mode = "async" this waits only for the save before it and for a copy of the tensors.
-
-        Raises:
-            OSError: on every rank, if any of them could not write; older checkpoints are untouched.
+        With async_mode = "async" this waits only for the save before it and for a copy of the tensors. Raises OSError:
+        on every rank, if any of them could not write; older checkpoints are untouched.
         """
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
@@ -95,8 +93,7 @@ class Checkpointer:
     def load(self, step: int = -1) -> dict[str, Any] | None:
         """Resume from the newest checkpoint that verifies, or from the given step; its state, or None if there is none.
 
-        Raises:
-            ConfigError: the given step is not there or does not verify, or the tensors do not fit the model.
+        Raises ConfigError: the given step is not there or does not verify, or the tensors do not fit the model.
         """
         # The first rank decides what is there: it renames folders while others might be listing them.
         steps = self._together(self._tidy, first_only=True)[0]
@@ -119,8 +116,7 @@ class Checkpointer:
     def load_initial(self) -> dict[str, Any] | None:
         """Start from checkpoint.initial_load_path; its state, or None where only the weights are taken.
 
-        Raises:
-            ConfigError: nothing there verifies, or the tensors do not fit the model.
+        Raises ConfigError: nothing there verifies, or the tensors do not fit the model.
         """
         path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
         steps = self._together(lambda: steps_in(path), first_only=True)[0]
@@ -237,8 +233,7 @@ class Checkpointer:
 def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
     """Run action on every rank, or on the first alone; returns every rank's result, to every rank.
 
-    Raises:
-        OSError: on every rank, if it failed on any: none is left waiting for the others.
+    Raises OSError: on every rank, if it failed on any: none is left waiting for the others.
     """
     value, error = None, None
     if dist.get_rank() == 0 or not first_only:
@@ -259,8 +254,7 @@ def load_tensors(
 ) -> None:
     """Fill tensors, by the names of Checkpointer._tensors, from a verified checkpoint. Called by all ranks.
 
-    Raises:
-        ConfigError: with all that does not fit: also a dtype, unless it is to be converted.
+    Raises ConfigError: with all that does not fit: also a dtype, unless it is to be converted.
     """
     reader = Reader(folder)
     try:

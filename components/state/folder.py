@@ -29,8 +29,7 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
 def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
     """A run's job file by tables, and its checkpoint of that step, or the newest that verifies. Called by all ranks.
 
-    Raises:
-        ConfigError: run is not a dump_folder, or has no such checkpoint.
+    Raises ConfigError: run is not a dump_folder, or has no such checkpoint.
     """
     try:
         config = read_json(run / "run.json")["config"]

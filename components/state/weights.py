@@ -44,8 +44,7 @@ class HuggingFaceModel(Protocol):
 class Folder:
     """The safetensors files of a folder: one, or those that its index lists. Reads headers; tensors when asked.
 
-    Raises:
-        ConfigError: it is not such a folder.
+    Raises ConfigError: it is not such a folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,8 +79,7 @@ class Folder:
 def check_weights(model: HuggingFaceModel, path: Path) -> None:
     """Whether a folder has this (whole) model's weights.
 
-    Raises:
-        ConfigError: with every name, shape and size that does not fit.
+    Raises ConfigError: with every name, shape and size that does not fit.
     """
     wanted = {model.hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     there = Folder(path).shapes()
@@ -119,10 +117,8 @@ def load_weights(stages: list[nn.Module], path: Path) -> None:
 def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
     """Write a checkpoint's weights as a folder that transformers loads; ranks share the files. Replaces what is there.
 
-    model is the whole one, on the meta device. Each rank holds one file's tensors at a time.
-
-    Raises:
-        OSError: on every rank, if any of them could not write; what was there before is untouched.
+    model is the whole one, on the meta device. Each rank holds one file's tensors at a time. Raises OSError: on every
+    rank, if any of them could not write; what was there before is untouched.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
