@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -27,6 +27,8 @@ from tqdm import tqdm
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.tokenizer import fingerprint, load_tokenizer
+from components.files import digest, read_json, read_json_if_whole, replace, sync, write_json
+from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters a worker gets at a time; also bounds what the tokenizer has to merge at once
 _FORMAT = "2"  # part of the key: another way to cut or store is another cache
@@ -55,7 +57,7 @@ class TokenCache:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = json.loads((folder / "index.json").read_text())
+        index = read_json(folder / "index.json")
         token_size = np.dtype(index["dtype"]).itemsize
         for name, size in (("tokens.bin", token_size * index["tokens"]), ("documents.bin", 8 * index["documents"])):
             if (found := (folder / name).stat().st_size) != size:
@@ -123,10 +125,10 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
 
 def _key(spec: DataSpec, files: list[Path]) -> str:
     """Hash of contents, in order, and of all that decides how they become tokens."""
-    digest = how_tokenized(spec)
+    key = how_tokenized(spec)
     for file, content in zip(files, _hashes(spec.cache_folder, files)):
-        digest.update(f"{file.suffix}:{content}\0".encode())
-    return digest.hexdigest()
+        key.update(f"{file.suffix}:{content}\0".encode())
+    return key.hexdigest()
 
 
 def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
@@ -144,25 +146,13 @@ def _hashes(cache_folder: Path, files: list[Path]) -> list[str]:
         f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
         for file, state in zip(files, states)
     ]
-    memory = _read_memory(memory_file)
+    memory = read_json_if_whole(memory_file)
     if not memory.keys() >= set(names):
         with FileLock(cache_folder / ".hashes.lock"):
-            memory = _read_memory(memory_file)
-            for name, file in zip(names, files):
-                if name not in memory:
-                    with file.open("rb") as content:
-                        memory[name] = hashlib.file_digest(content, hashlib.blake2b).hexdigest()
-            partial = memory_file.with_suffix(".partial")
-            partial.write_text(json.dumps(memory))
-            partial.replace(memory_file)
+            memory = read_json_if_whole(memory_file)
+            memory |= {name: digest(file)[1] for name, file in zip(names, files) if name not in memory}
+            replace(memory_file, json.dumps(memory))
     return [memory[name] for name in names]
-
-
-def _read_memory(file: Path) -> dict[str, str]:
-    try:
-        return json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
@@ -180,13 +170,10 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
             bar.update(read_bytes)
             if is_end:
                 ends.append(total)
-        flush(tokens)
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    with (folder / "documents.bin").open("wb") as file:
-        file.write(np.asarray(ends, dtype=np.int64).tobytes())
-        flush(file)
+    (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
     index = {
         "key": key,
         "dtype": dtype.name,
@@ -196,9 +183,9 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
         "skipped_records": bad,
         "sources": [str(file) for file in files],
     }
-    with (folder / "index.json").open("wb") as file:
-        file.write(json.dumps(index, indent=1).encode())
-        flush(file)
+    write_json(folder / "index.json", index)
+    for file in folder.iterdir():
+        sync(file)
     print(
         f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
         f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
@@ -285,12 +272,3 @@ def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
     if is_end and tokenizer.eos_id is not None:
         ids.append(tokenizer.eos_id)
     return np.asarray(ids, dtype=_worker["dtype"]).tobytes()
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

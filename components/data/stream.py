@@ -27,6 +27,7 @@ from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtyp
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, REGISTERED, BadRecord, walk
 from components.data.tokenizer import load_tokenizer
+from components.files import read_json_if_whole
 
 AHEAD_TOKENS = 1 << 24
 """The writer waits when it is so many tokens ahead of what was asked for."""
@@ -87,11 +88,8 @@ def stream_spec(config: JobConfig) -> StreamSpec:
     else:
         match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
         if not match:
-            raise ConfigError(
-                mistake(
-                    config, "training.dataset", 'expected "org/name", "org/name:config" or "org/name:config@revision"'
-                )
-            )
+            reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
+            raise ConfigError(mistake(config, "training.dataset", reason))
         path, part, version = match["path"], match["config"], ""
         try:
             revision = dataset_revision(path, match["revision"])
@@ -101,15 +99,9 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         data = f"{path}:{part or 'default'}@{revision}"
     key = f"{data}/{how_tokenized(base).hexdigest()}"
     folder = base.cache_folder / f"stream-{hashlib.blake2b((key + version).encode(), digest_size=12).hexdigest()}"
-    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)} | {"path": path}
-    return StreamSpec(
-        **fields,
-        config=part,
-        revision=revision,
-        key=key,
-        vocab_size=load_tokenizer(base.tokenizer_path).vocab_size,
-        folder=folder,
-    )
+    vocab_size = load_tokenizer(base.tokenizer_path).vocab_size
+    fields = vars(base) | {"path": path, "config": part, "revision": revision, "key": key, "folder": folder}
+    return StreamSpec(**fields, vocab_size=vocab_size)
 
 
 def check_stream(config: JobConfig) -> None:
@@ -164,10 +156,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
 
 def read_progress(folder: Path) -> dict[str, Any]:
     """What the writer has published last; empty if nothing yet."""
-    try:
-        return json.loads((folder / "progress.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
+    return read_json_if_whole(folder / "progress.json")
 
 
 def read_wanted(folder: Path) -> int:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
+from components.files import write_json
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
 SPLIT_PATTERN = (
@@ -174,7 +175,7 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
             "eos_token": "<|end_of_text|>",
             "clean_up_tokenization_spaces": False,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+        write_json(folder / "tokenizer_config.json", settings)
     else:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
             if (there := file.with_name(name)).exists():

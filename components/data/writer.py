@@ -14,8 +14,10 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from components.config import ConfigError
-from components.data.cache import cores, flush, token_dtype, tokenized
+from components.data.cache import token_dtype, tokenized
 from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
+from components.files import replace
+from components.launch.process import cores
 
 _PUBLISH_SECONDS = 0.25
 _MOST_WORKERS = 8
@@ -87,8 +89,9 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
         ends.truncate(8 * progress["documents"])
 
         def publish() -> None:
-            flush(tokens)
-            flush(ends)
+            for file in (tokens, ends):
+                file.flush()
+                os.fsync(file.fileno())
             _publish(spec.folder, progress)
 
         total = progress["tokens"]
@@ -119,10 +122,7 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
 
 
 def _publish(folder: Path, progress: dict[str, Any]) -> None:
-    """Readers see all of it or nothing."""
-    partial = folder / "progress.partial"
-    partial.write_text(json.dumps(progress))
-    partial.replace(folder / "progress.json")
+    replace(folder / "progress.json", json.dumps(progress))
 
 
 if __name__ == "__main__":

@@ -100,6 +100,11 @@ def _show(console: int, chunk: bytes) -> bool:
     return True
 
 
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def say(line: str) -> None:
     _show(2, f"{line}\n".encode())
 

@@ -182,9 +182,8 @@ class Ranks:
         self._ranks = []
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
-            self._ranks.append(
-                RankProcess(number, self.command, rank_environment, self._log(number), self._prefix(number))
-            )
+            log = self._logs / f"rank_{number}.log"
+            self._ranks.append(RankProcess(number, self.command, rank_environment, log, self._prefix(number)))
         if self._stop:  # it came while they were started
             self._signal(self._stop)
         return {rank.number: rank.process.pid for rank in self._ranks}
@@ -264,7 +263,8 @@ class Ranks:
                 say(f"  {line}")
         say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
-            say(f"{_name(others)} did not end after that: killed")
+            plural = "s" if len(others) > 1 else ""
+            say(f"rank{plural} {', '.join(map(str, others))} did not end after that: killed")
 
     def _code(self) -> int:
         if self._at_once:
@@ -293,16 +293,9 @@ class Ranks:
             with contextlib.suppress(OSError):
                 rank.process.send_signal(number)
 
-    def _log(self, number: int) -> Path:
-        return self._logs / f"rank_{number}.log"
-
     def _prefix(self, number: int) -> bytes | None:
         """What stands before each line on the console; None keeps the rank off it."""
         shown = self._settings.shown
         if shown is not None and number not in shown:
             return None
         return b"" if shown is not None and len(shown) == 1 else f"[rank {number}] ".encode()
-
-
-def _name(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig
+from components.launch.process import cores
 from parallelize.mesh import minimum_ranks
 
 
@@ -33,8 +34,7 @@ class Settings:
     @property
     def threads(self) -> int:
         """Of one rank: this node's cores are shared out."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.ranks)
+        return max(1, cores() // self.ranks)
 
 
 def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:

@@ -17,6 +17,7 @@ import torch
 from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+from components.files import replace
 from components.metrics.report import Panel, draw, points, read_rows
 
 # Dense bfloat16 FLOP/s by the name that CUDA gives a device, from the makers' data sheets. Others are unknown: no MFU.
@@ -62,9 +63,7 @@ class Metrics:
         if not step and self.rows.exists():  # another run's
             self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
         rows = read_rows(self.rows)
-        kept = self.rows.with_suffix(".partial")
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        kept.replace(self.rows)
+        replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         if self.config.metrics.enable_tensorboard:
             self.writers.append(_TensorBoard(self.folder / self.config.metrics.save_tb_folder, step))
         if self.config.metrics.enable_wandb:

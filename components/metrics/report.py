@@ -189,24 +189,16 @@ DYNAMICS = {
 
 def curve_panels(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
     """A panel for each number that a logged step has, with a line for each run."""
-    panels = []
-    for key, (title, unit) in CURVES.items():
-        lines = {name: points(rows, key) for name, rows in runs.items()}
-        lines = {name: line for name, line in lines.items() if line[0]}
-        if lines:
-            panels.append(Panel(title, unit, lines))
-    return panels
+    lines = {key: {name: points(rows, key) for name, rows in runs.items()} for key in CURVES}
+    drawn = {key: {name: line for name, line in named.items() if line[0]} for key, named in lines.items()}
+    return [Panel(*CURVES[key], named) for key, named in drawn.items() if named]
 
 
 def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
     """What `metrics.dynamics_freq` has written of one run: a line for each layer; empty if it is off."""
     tables: dict[str, Any] = next((row["dynamics"] for row in rows if "dynamics" in row), {})
-    panels = []
-    for key, (title, unit) in DYNAMICS.items():
-        lines = {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})}
-        if lines:
-            panels.append(Panel(title, unit, lines, log=True, shades=True))
-    return panels
+    lines = {key: {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})} for key in DYNAMICS}
+    return [Panel(*DYNAMICS[key], named, log=True, shades=True) for key, named in lines.items() if named]
 
 
 def run_report(folders: Sequence[Path], path: Path) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
 from components.files import digest, read_json, sync, write_json
+from components.launch.signals import Agreement
 from components.state.folder import Reader, fault, incomplete, steps_in
 from parallelize.groups import cpu_backend, gather
 
@@ -51,7 +52,7 @@ class Checkpointer:
         self._group = dist.new_group(backend=cpu_backend(), timeout=_TIMEOUT)
         self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
         self._pending: Future[None] | None = None
-        self._all_done: tuple[Tensor, dist.Work | None] | None = None
+        self._all_done = Agreement(dist.ReduceOp.MIN)
 
     def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
         """Write step-<step>, publish it, and remove what keep_latest_k no longer keeps.
@@ -70,24 +71,18 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is published. Raises as save does."""
-        pending, self._pending, self._all_done = self._pending, None, None
+        pending, self._pending, self._all_done = self._pending, None, Agreement(dist.ReduceOp.MIN)
         if pending is not None:
             pending.result()
 
     def poll(self) -> None:
         """Raise what a save in the background failed with, on every rank at the same step. Called each step.
 
-        Never waits for the save: each step starts a reduction and reads the one that the step before started.
+        Never waits for the save: see Agreement.
         """
         if self._pending is None:
             return
-        before, done = self._all_done, torch.tensor([self._pending.done()], dtype=torch.int32)
-        self._all_done = done, dist.all_reduce(done, dist.ReduceOp.MIN, async_op=True)
-        if before is None:
-            return
-        if before[1] is not None:
-            before[1].wait()
-        if before[0].item():
+        if self._all_done(self._pending.done()):
             self.wait()
 
     def load(self, step: int = -1) -> dict[str, Any] | None:
