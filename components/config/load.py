@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_config(argv: list[str]) -> JobConfig:
-    """Read `--job.config_file FILE` and the overrides in argv; a later setting goes before an earlier one.
+    """Read `--job.config_file FILE` and the overrides in argv; of two settings of a key the later one counts.
 
-    Raises ConfigError: with every mistake in the file and on the command line, each with its place.
+    Raises ConfigError with every mistake in the file and on the command line, each with its place.
     """
     overrides = list(read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]
@@ -49,7 +49,7 @@ def load_config(argv: list[str]) -> JobConfig:
 
 
 def mistake(config: JobConfig, key: str, reason: str) -> str:
-    """One line about a key's value, with its place: for checks that are made elsewhere."""
+    """One line about a key's value, with the place where it was set: for checks outside of this package."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -64,10 +64,7 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """The key's name here and its value; None for a setting that asks for nothing among all that is asked.
-
-    Raises ConfigError.
-    """
+    """The key's name here and its value; None as name for a setting that asks for nothing. Raises ConfigError."""
     key, value = setting.key, setting.value
     if key in names.RENAMED:
         key, change = names.RENAMED[key]
@@ -115,7 +112,7 @@ def _unknown(key: str, value: Any) -> str:
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
-    """Making one takes longer than checking with it."""
+    """Cached: making an adapter takes longer than checking a value with it."""
     return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
@@ -131,7 +128,7 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) -> Any:
-    """A table, and the tables inside it, from checked values; what was not given keeps its default."""
+    """A table, and the tables inside it, from checked values; other keys keep their defaults."""
     hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
