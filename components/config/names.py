@@ -124,9 +124,7 @@ FOREIGN: dict[str, str] = {
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
     "sequence_tensor_parallel": "parallelism.sequence_parallel",
-    **dict.fromkeys(
-        ("cp_size", "context_parallel_size", "sequence_parallel_degree", "sequence_data_parallel"), _CONTEXT
-    ),
+    **dict.fromkeys(("cp_size", "context_parallel_size", "sequence_parallel_degree", "sequence_data_parallel"), _CP),
     "micro_batch_splits": f"{_CP}, which splits sequences",
     **dict.fromkeys(("pp_size", "pipeline_parallel"), "parallelism.pipeline_parallel_degree"),
     "pipeline_first": "parallelism.pipeline_first",
