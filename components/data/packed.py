@@ -21,11 +21,11 @@ def _too_few(num_tokens: int, what: str, seq_len: int) -> str:
 
 
 class PackedSequences:
-    """Windows of seq_len + 1 tokens, each beginning with the last token of the one before.
+    """Windows of seq_len + 1 tokens; each begins with the last token of the window before.
 
-    Held out is a block in each of equal periods, spread over the stream; what is trained on is the rest, joined. Both
-    are index arithmetic. How the stream is divided does not depend on seq_len. Raises ConfigError: there is not enough
-    text for one sequence.
+    The stream is divided into equal periods, and a block in each of them is held out; the training part is the rest,
+    joined. Both parts are index arithmetic and do not depend on seq_len. Raises ConfigError if the text does not fill
+    one sequence.
     """
 
     def __init__(
@@ -50,33 +50,32 @@ class PackedSequences:
 
     @property
     def _start(self) -> int:
-        """Where in each period its held-out block begins: in the middle."""
+        """Start of the held-out block within its period: the block is in the middle."""
         return (self._period - self._block) // 2
 
     def __len__(self) -> int:
         return self.num_sequences
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """The sequences that stand at these positions of the global order (int64, from 0 on without end)."""
+        """The sequences at these positions of the global order (int64, from 0 on without end)."""
         return sequence_at(positions, self.num_sequences, seed)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n, seq_len + 1) and document ids (n, seq_len) of n sequences, int64.
 
-        Ids count the documents that have begun since the sequence did; where two parts of the stream were joined, a
-        new document is taken to begin.
+        Ids number the documents of a sequence from 0 on. A join of two parts of the stream begins a new document.
         """
         within = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         places = self._places(within)
         tokens = self.cache.tokens[places].astype(np.int64)
         documents = np.searchsorted(self.cache.document_ends, places[:, :-1], side="right")
         joins = np.cumsum(np.diff(places[:, :-1], axis=1, prepend=places[:, :1]) > 1, axis=1)
-        # Both only grow along a sequence; a document that ends at a join is one change, not two.
+        # Both grow along a sequence; a document that ends at a join is one change, not two.
         changes = np.diff(documents + joins, axis=1, prepend=(documents + joins)[:, :1]) > 0
         return tokens, np.cumsum(changes, axis=1)
 
     def count_valid(self, indices: np.ndarray) -> int:
-        """Labels that count in these sequences: all of them."""
+        """Number of labels with loss in these sequences: all of them."""
         return len(indices) * self.seq_len
 
     def _places(self, positions: np.ndarray) -> np.ndarray:
@@ -91,9 +90,9 @@ class PackedSequences:
 
 
 class StreamedSequences(PackedSequences):
-    """Sequences of a stream, in its own order: how many there are is not known before it ends.
+    """Sequences of a stream, in the order of the stream; their number is unknown until the stream ends.
 
-    Sequence numbers go on without end; those after the last one begin again with the first.
+    Sequence numbers go on without end: after the last sequence comes the first again.
     """
 
     def __init__(self, cache: StreamCache, seq_len: int) -> None:
@@ -107,7 +106,7 @@ class StreamedSequences(PackedSequences):
         return np.asarray(positions, dtype=np.int64)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As above, after waiting until their tokens are there. Raises what StreamCache.reach raises."""
+        """As above, after waiting for the tokens. Raises what StreamCache.reach raises."""
         self.cache.reach((int(np.max(indices)) + 1) * self.seq_len + 1)
         if self.cache.is_whole:
             num_sequences = (len(self.cache.tokens) - 1) // self.seq_len
@@ -118,9 +117,9 @@ class StreamedSequences(PackedSequences):
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
-    """Training sequences, and those that validation is on: data of its own, or a part held out.
+    """Training and validation sequences; validation has separate data or a held-out part.
 
-    Raises ConfigError: the tokenizer has more tokens than vocab_size, or there is not enough text.
+    Raises ConfigError if the tokenizer has more tokens than vocab_size, or if there is not enough text.
     """
     training, validation = config.training, config.validation
     if is_stream(training):
@@ -141,7 +140,7 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
 def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
     from parallelize.groups import from_rank_0
 
-    # A dataset of the hub may change from one moment to the next: all ranks read the commit that one of them was told.
+    # A dataset of the hub may change at any time: all ranks read the commit that rank 0 has resolved.
     spec = from_rank_0(lambda: stream_spec(config))
     _check_vocabulary(config, spec.vocab_size, vocab_size)
     writer = start_writer(spec) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
