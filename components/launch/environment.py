@@ -73,12 +73,10 @@ def install(groups: list[str]) -> int:
     lines = requirements(groups) if interrupted else missing(groups)
     if not lines:
         return 0
-    wanted = [
-        *(["--force-reinstall"] if interrupted else []),
-        *dict.fromkeys(pins.get(_parse(line)[0], line) for line in lines),
-    ]
+    force = ["--force-reinstall"] if interrupted else []
+    wanted = dict.fromkeys(pins.get(_parse(line)[0], line) for line in lines)
     with _unfinished_until_done(Path(sys.prefix)):
-        return subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True).returncode
+        return subprocess.run([sys.executable, "-m", "pip", "install", *force, *wanted], check=True).returncode
 
 
 def _unfinished(prefix: Path) -> Path:

@@ -152,7 +152,7 @@ class _Agent(SimpleElasticAgent):
 
 
 class Ranks:
-    """The ranks of this node, from start to exit code. Signals arrive in the main thread, other calls in the agent's."""
+    """The ranks of this node, from start to exit code. Signals come in the main thread, other calls in the agent's."""
 
     def __init__(self, command: list[str], settings: Settings, logs: Path) -> None:
         self.command = command
