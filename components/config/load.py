@@ -149,10 +149,9 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     total = config.lr_scheduler.total_steps
     if total is not None and total < training.steps:
         yield "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"
-    if loader.num_workers == 0 and loader.persistent_workers:
-        yield "training.dataloader.persistent_workers", "needs num_workers of 1 or more"
-    if loader.num_workers == 0 and loader.prefetch_factor is not None:
-        yield "training.dataloader.prefetch_factor", "needs num_workers of 1 or more"
+    for key in ("persistent_workers", "prefetch_factor"):
+        if loader.num_workers == 0 and getattr(loader, key):
+            yield f"training.dataloader.{key}", "needs num_workers of 1 or more"
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         yield "training.global_batch_size", f"not a multiple of training.local_batch_size = {training.local_batch_size}"
     if config.parallelism.data_parallel_replicate_degree == config.parallelism.data_parallel_shard_degree == -1:
@@ -190,16 +189,12 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
         yield "profiling.profile_freq", "less than profiler_warmup + profiler_active"
     dump = Path(config.job.dump_folder)
-    for key in _FOLDERS_INSIDE:
-        table, _, name = key.partition(".")
-        folder = (dump / getattr(getattr(config, table), name)).resolve()
+    inside = {"checkpoint.folder": checkpoint.folder, "metrics.save_tb_folder": config.metrics.save_tb_folder}
+    inside |= {f"profiling.{name}": getattr(profiling, name) for name in _PROFILES}
+    for key, name in inside.items():
+        folder = (dump / name).resolve()
         if folder == dump.resolve() or not folder.is_relative_to(dump.resolve()):
             yield key, f"must be a folder inside job.dump_folder = {dump}"
 
 
-_FOLDERS_INSIDE = [
-    "checkpoint.folder",
-    "metrics.save_tb_folder",
-    "profiling.save_traces_folder",
-    "profiling.save_memory_snapshot_folder",
-]
+_PROFILES = ("save_traces_folder", "save_memory_snapshot_folder")

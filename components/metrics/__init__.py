@@ -47,7 +47,7 @@ class Metrics:
         self.rank = rank
         self.peak = next((peak for name, peak in PEAK_FLOPS.items() if name in _device_name(device)), None)
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.writers: list[Any] = []
+        self.writers: list[Writer] = []
         self.rows = self.folder / "metrics.jsonl"
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.last_tokens = self.first_step = 0
@@ -65,9 +65,9 @@ class Metrics:
         rows = read_rows(self.rows)
         replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         if self.config.metrics.enable_tensorboard:
-            self.writers.append(_TensorBoard(self.folder / self.config.metrics.save_tb_folder, step))
+            self.writers.append(_tensorboard(self.folder / self.config.metrics.save_tb_folder, step))
         if self.config.metrics.enable_wandb:
-            self.writers.append(_Wandb(self.folder, self.config, step))
+            self.writers.append(_wandb(self.folder, self.config, step))
 
     def log(self, step: int, tokens: int, **values: float | None) -> None:
         """Write the row of a training step; tokens: seen so far; values: loss, grad_norm, lr and others."""
@@ -122,8 +122,8 @@ class Metrics:
         """Draw loss.png and close the writers."""
         if self.rank:
             return
-        for writer in self.writers:
-            writer.close()
+        for _, close in self.writers:
+            close()
         self.writers = []
         try:
             draw_loss(read_rows(self.rows), self.folder / "loss.png", self.config.job.description)
@@ -134,8 +134,8 @@ class Metrics:
         row = _without_nan(row)
         with self.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        for writer in self.writers:
-            writer.write(_flat(row))
+        for write, _ in self.writers:
+            write(_flat(row))
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
@@ -164,44 +164,39 @@ NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
 """Numbers added to each logged row, in this order, from the row so far: step, tokens, values of train.py's log."""
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+Writer = tuple[Callable[[Row], None], Callable[[], None]]
+"""Writes a row of scalars; closes."""
 
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def write(self, row: dict[str, Any]) -> None:
+def _tensorboard(folder: Path, step: int) -> Writer:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(row: Row) -> None:
         for key, value in row.items():
             if key != "step" and value is not None:
-                self.writer.add_scalar(key, value, row["step"])
+                writer.add_scalar(key, value, row["step"])
 
-    def close(self) -> None:
-        self.writer.close()
+    return write, writer.close
 
 
-class _Wandb:
+def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
     """A run whose id is kept in the dump folder, so that a resumed job continues the curve."""
+    import wandb
 
-    def __init__(self, folder: Path, config: JobConfig, step: int) -> None:
-        import wandb
-
-        file = folder / "wandb_run_id"
-        known = file.read_text().strip() if step and file.exists() else None
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshwright"),
-            dir=str(folder),
-            id=known,
-            resume="allow" if known else None,
-            notes=config.job.description,
-            config=to_dict(config),
-        )
-        file.write_text(self.run.id)
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-
-    def close(self) -> None:
-        self.run.finish()
+    file = folder / "wandb_run_id"
+    known = file.read_text().strip() if step and file.exists() else None
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "meshwright"),
+        dir=str(folder),
+        id=known,
+        resume="allow" if known else None,
+        notes=config.job.description,
+        config=to_dict(config),
+    )
+    file.write_text(run.id)
+    return lambda row: run.log({key: row[key] for key in row if key != "step"}, step=row["step"]), run.finish
 
 
 def lock_folder(config: JobConfig) -> FileLock:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
@@ -18,6 +18,13 @@ Points = tuple[Sequence[float], Sequence[float | None]]
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8c564b", "#7f7f7f", "#17becf")
 SIZE = (4.8, 3.0)
 """Inches of a panel: small, so that its words can be read on a phone."""
+
+
+class Picture(Protocol):
+    title: str
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
 
 
 @dataclass
@@ -70,26 +77,7 @@ class Panel:
             axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
 
 
-@dataclass
-class Bars:
-    """One picture: a bar for each name."""
-
-    title: str
-    unit: str
-    values: Mapping[str, float]
-
-    def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
-        bars = axes.barh(list(self.values), list(self.values.values()), color=COLOURS[0], height=0.6)
-        axes.bar_label(bars, [f"{value:,.4g}" for value in self.values.values()], fontsize=7, padding=2)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.tick_params(axis="y", labelsize=8 if len(self.values) < 12 else 6)
-        axes.set_title(self.title, fontsize=11)
-        axes.set_xlabel(self.unit)
-
-
-def draw(panels: Sequence[Panel | Bars], path: Path, columns: int = 2) -> None:
+def draw(panels: Sequence[Picture], path: Path, columns: int = 2) -> None:
     """All panels as one PNG. Raises OSError."""
     figure, all_axes = _figure(len(panels), columns)
     for panel, axes in zip(panels, all_axes, strict=False):
@@ -112,7 +100,7 @@ class Section:
     text: str = ""
     table: Sequence[Sequence[str]] = ()
     """Rows; the first names the columns."""
-    panels: Sequence[Panel | Bars] = ()
+    panels: Sequence[Picture] = ()
     drawings: dict[str, str] = field(default_factory=dict)
     """Drawings in characters, by name."""
     verdict: bool | None = None
@@ -133,7 +121,7 @@ def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _as_address(panel: Panel | Bars) -> str:
+def _as_address(panel: Picture) -> str:
     """The panel as a data: URL of an SVG image."""
     from matplotlib import rc_context
 
