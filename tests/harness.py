@@ -16,7 +16,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import re
-import socket
 import sys
 import tempfile
 import textwrap
@@ -62,7 +61,8 @@ for name, (_, flavors) in MODELS.items():
         suffix = "_tied" if tied else ""
         flavors[f"tiny{suffix}"] = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY, tie_embeddings=tied)
         flavors[f"many_heads{suffix}"] = replace(flavors[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
-        flavors[f"long{suffix}"] = replace(flavors[f"many_heads{suffix}"], n_layers=6, dim=32, ffn_dim=64)
+        for name, layers in (("long", 6), ("long5", 5), ("long3", 3)):
+            flavors[name + suffix] = replace(flavors[f"many_heads{suffix}"], n_layers=layers, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 # Tensors of some MiB.
@@ -104,6 +104,9 @@ SMALL = [
     *("--checkpoint.enable", "false"),
 ]
 """The debug recipe where a step takes milliseconds. With this eps the sign of near-zero gradients decides nothing."""
+
+PRELOADED = ["pytest", "tests.harness"]
+"""What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""
 
 gc.freeze()
 
@@ -156,16 +159,17 @@ def observe(*overrides: str, **options: Any) -> Observation:
 def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
     """Run cases that need as many ranks, one after another in the same processes; new ones after a case that failed."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness"])
+    context.set_forkserver_preload(PRELOADED)
     while cases:
         count, started = cases[0].ranks, time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            port = _free_port()
-            ranks = [context.Process(target=_rank, args=(rank, cases, folder, port)) for rank in range(count)]
+            # Here, and not on rank 0: a port that is free now may not be when rank 0 asks for it.
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            ranks = [context.Process(target=_rank, args=(rank, cases, folder, store.port)) for rank in range(count)]
             for rank in ranks:
                 rank.start()
             for rank in ranks:
-                rank.join(120 + 20 * len(cases))
+                rank.join(120 + 60 * len(cases))
             codes = [rank.exitcode for rank in ranks]
             for rank in ranks:
                 rank.kill()
@@ -225,12 +229,6 @@ def _worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> float:
     return max(error if error == error else float("inf") for error in errors)
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
@@ -251,8 +249,10 @@ def _of_all_stages(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 def _rank(rank: int, cases: Sequence[Case], folder: str, port: int) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(cases[0].ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **cases[0].environment}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= cases[0].environment
     code = 0
+    gc.disable()  # as train.train does
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -263,6 +263,7 @@ def _rank(rank: int, cases: Sequence[Case], folder: str, port: int) -> None:
             observation.seconds = time.perf_counter() - started
             if rank == 0:
                 torch.save(observation, Path(folder) / f"observation_{number:04}")
+            gc.collect()
     except BaseException as error:
         code = 1
         (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")

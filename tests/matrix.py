@@ -63,6 +63,7 @@ MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
 _GLOBAL_BATCH = 48
+_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,12 @@ class Layout:
         return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
 
     def run(self) -> tuple[str, ...]:
-        """Settings that decide the run: one process has them too. Pipelines have a model with more layers."""
-        flavor = "many_heads" if self["pp"] == "1" else "long"
+        """Settings that decide the run: one process has them too.
+
+        A pipeline's model has a layer more than there are stages, or less than that: stages are never alike.
+        """
+        stages = int(self["pp"]) * SCHEDULES[self["schedule"]].stages_a_rank[0]
+        flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
         return (
             *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
             *("--training.document_mask", self["document_mask"]),
@@ -163,6 +168,7 @@ def layout(**given: str) -> Layout:
 
 
 DEGREES = ("dp", "tp", "cp", "pp", "schedule")
+MESH = ("pp", "pipeline_first", "tp", "cp", "dp")
 
 
 def main_layouts(product_ranks: int = 8) -> list[Layout]:
@@ -267,18 +273,22 @@ def one_process(run: tuple[str, ...]) -> Observation:
 
 
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
-    """Run every layout that no rule refuses; a few share processes, but not more: each leaves its groups' threads."""
+    """Run every layout that no rule refuses.
+
+    Those of one mesh share processes, and what DTensor has learnt of that mesh: half of a first step. Only a few do:
+    each leaves its groups' threads.
+    """
     accepted: list[Layout] = []
     for each in layouts:
         if refusal := each.refusal():
             yield Result(each, refusal, "", {}, 0.0)
         else:
             accepted.append(each)
-    accepted.sort(key=lambda each: each.ranks)
+    accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
     for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
-        same, together = list(group), max(1, 16 // count)
-        for start in range(0, len(same), together):
-            batch = same[start : start + together]
+        same = list(group)
+        for start in range(0, len(same), _TOGETHER):
+            batch = same[start : start + _TOGETHER]
             cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]
             for each, observed in zip(batch, observe_all(cases), strict=True):
                 if isinstance(observed, RuntimeError):

@@ -7,6 +7,7 @@ set -euo pipefail
 source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
 find_python --group test
 cd "$root"
+unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile what the first one has
 
 failed=""
 step() {

@@ -13,8 +13,8 @@ import pytest
 
 from components.config import ROOT
 from components.data import prepare
+from tests.caches import spec_of
 from tests.hub import COMMIT, GATED, serving
-from tests.test_data import spec_of
 
 NOWHERE = "http://127.0.0.1:9"
 TEXTS = [line for line in (ROOT / "assets/kjv/02-exodus.txt").read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -17,7 +17,7 @@ import train
 from components.config import ROOT, load_config
 from components.dry_run import Meter, main, rehearse
 from components.start import check, read_settings
-from tests.harness import RECIPE, SMALL, observe
+from tests.harness import PRELOADED, RECIPE, SMALL, observe
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 LONG = ("--model.flavor", "deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
@@ -80,7 +80,7 @@ def count_fake(words: tuple[str, ...], rank: int, ranks: int) -> Counted:
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Two processes at a time, and one for each call, with all imported: that takes longer than most dry runs."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.harness"])
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(2, context, max_tasks_per_child=1) as executor:
         yield executor
 

@@ -5,8 +5,6 @@ import itertools
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,45 +15,30 @@ import train
 from components.dry_run import Meter
 from components.metrics import _flat, _without_nan
 from models import MODELS
-from tests.harness import Case, Observation, observe, observe_all, rewrite
+from tests.dynamics import (
+    CHECKPOINTED,
+    COMPILED,
+    CP,
+    LOCAL,
+    METHOD,
+    NO_SEQUENCE_PARALLEL,
+    PER_OPERATION,
+    PP,
+    REPLICATE,
+    ROTATE,
+    RUNS,
+    SCHEDULE,
+    SHARD,
+    TP,
+    UNBALANCED,
+    Tables,
+    case,
+    differences,
+    one_process,
+)
+from tests.harness import Observation, observe, observe_all, rewrite
 from tests.test_train import count_waits, rows, run_train
 
-Tables = dict[str, dict[str, float]]
-BAR = 1e-5
-"""Relative, of every number."""
-
-GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
-SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"
-TP, CP, PP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline"))
-METHOD, ROTATE = "--parallelism.context_parallel_method", "--parallelism.context_parallel_rotate_method"
-UNBALANCED = ("--parallelism.context_parallel_load_balancer", "none")
-NO_SEQUENCE_PARALLEL = ("--parallelism.sequence_parallel", "false")
-SCHEDULE, MICRO = "--parallelism.pipeline_parallel_schedule", "--parallelism.pipeline_parallel_microbatch_size"
-CHECKPOINTED, COMPILED = (
-    ("--activation_checkpoint.mode", "full"),
-    ("--compile.enable", "--compile.backend", "aot_eager"),
-)
-PER_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
-CLIPPED = ("--training.max_norm", "0.1")
-DOCUMENTS = ("--training.document_mask", "true")
-
-RUNS = {
-    "llama": ("--model.flavor", "long", GLOBAL, "12", LOCAL, "12", *CLIPPED),
-    "qwen3": (
-        "--model.name",
-        "qwen3",
-        "--model.flavor",
-        "many_heads_tied",
-        *DOCUMENTS,
-        GLOBAL,
-        "12",
-        LOCAL,
-        "12",
-        *CLIPPED,
-    ),
-    "six layers": ("--model.flavor", "long", *DOCUMENTS, GLOBAL, "8", LOCAL, "8", *CLIPPED),
-}
-"""Settings of one process. Steps are sampled from the first, but of Llama the second: the first must leave no trace."""
 LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "fsdp tp ring": ("llama", 8, (SHARD, "2", TP, "2", CP, "2", LOCAL, "2")),
     "compiled": ("llama", 1, COMPILED),
@@ -83,25 +66,6 @@ LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 }
 
 
-def tables_of(run: train.Run) -> tuple[Tables, dict[str, Tensor]]:
-    """And the first global batch: that of one process."""
-    run.sequences = 0
-    return run.dynamics.tables(), next(train.local_batches(run))
-
-
-def case(kind: str, *layout: str, ranks: int = 1, mutate: Callable[[], None] | None = None) -> Case:
-    every = 2 if kind == "llama" else 1
-    overrides = (*RUNS[kind], "--metrics.dynamics_freq", str(every), *layout)
-    return Case(overrides, ranks, steps=every, mutate=mutate, at_end=tables_of)
-
-
-@functools.cache
-def one_process() -> dict[str, Observation]:
-    found = dict(zip(RUNS, observe_all([case(kind) for kind in RUNS]), strict=True))
-    assert not [error for error in found.values() if isinstance(error, RuntimeError)]
-    return found  # type: ignore[return-value]
-
-
 @functools.cache
 def all_layouts() -> dict[str, Observation | RuntimeError]:
     """Those of as many ranks in the same processes."""
@@ -111,21 +75,6 @@ def all_layouts() -> dict[str, Observation | RuntimeError]:
         cases = [case(kind, *overrides, ranks=ranks) for kind, _, overrides in same.values()]
         found |= dict(zip(same, observe_all(cases), strict=True))
     return found
-
-
-def differences(tables: Tables, references: Tables) -> list[str]:
-    """Tables and parts whose numbers differ; or what is there at all, or its order."""
-    shape, wanted = ({table: list(values) for table, values in each.items()} for each in (tables, references))
-    if shape != wanted:
-        return [f"{shape}, not {wanted}"]
-    values = (
-        (table, part, value, references[table][part]) for table in tables for part, value in tables[table].items()
-    )
-    return [
-        f"{table} {part} {one} {other}"
-        for table, part, one, other in values
-        if not abs(one - other) <= BAR * abs(other)
-    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -235,98 +184,6 @@ def test_a_step_that_is_not_sampled_sends_holds_and_waits_as_without() -> None:
     assert messages["tp", "all-reduce"] == 1 + 1
     assert sampled[0]["fsdp", "all-reduce"][0] == 2 + 1
     assert sampled[1] > never[1]
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A piece of the code, what it becomes, and where its numbers are then wrong."""
-
-    function: str
-    old: str
-    new: str
-    kind: str
-    layout: tuple[str, ...]
-    table: str
-    ranks: int = 2
-
-    def plant(self) -> None:
-        module, _, function = self.function.partition(":")
-        rewrite(module, function, self.old, self.new)
-
-
-SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.forward"
-FAULTS = {
-    "tp not summed": Fault(
-        f"components.metrics.dynamics:{SHARDS}",
-        "in self.groups:",
-        "in self.groups[:-1]:",
-        "qwen3",
-        (TP, "2"),
-        "weight_norm",
-    ),
-    "replicas counted twice": Fault(
-        "parallelize.sharding:local_part",
-        "if not placement.is_replicate()",
-        "",
-        "qwen3",
-        (REPLICATE, "2", LOCAL, "6"),
-        "gradient_norm",
-    ),
-    "a stage forgotten": Fault(
-        f"components.metrics.dynamics:{UPDATED}",
-        'if self.mesh["pp"].size() > 1',
-        "if False",
-        "six layers",
-        (PP, "2"),
-        "weight_norm",
-    ),
-    "logits of one rank's sequences": Fault(
-        f"components.metrics.dynamics:{UPDATED}",
-        '"fsdp", ',
-        "",
-        "qwen3",
-        (SHARD, "2", LOCAL, "6"),
-        "attention_logit_max",
-    ),
-    "a stage that learns its shapes from whatever is in memory": Fault(
-        "parallelize.pipeline:Pipeline.__init__",
-        "input_args=hidden if number else tokens,",
-        "",
-        "six layers",
-        (PP, "2", "--debug.deterministic"),  # then whatever is in memory is NaN
-        "attention_logit_max",
-    ),
-    "gradients after clipping": Fault(
-        "train:train_step",
-        "    finite =",
-        "    run.dynamics.before_update()\n    finite =",
-        "qwen3",
-        (),
-        "gradient_norm",
-        1,
-    ),
-    "logits without scale": Fault(
-        CORE, "q.detach()", "q.detach() * q.shape[3] ** 0.5", "qwen3", (), "attention_logit_max", 1
-    ),
-    "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
-    "keys in the order of ranks": Fault(
-        "parallelize.context:_RingCore._observe",
-        "_sorted(k.full_tensor(), 2, cp.size(), self.balanced)",
-        "k.full_tensor()",
-        "llama",
-        (CP, "2"),
-        "attention_logit_max",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_found(name: str) -> None:
-    fault = FAULTS[name]
-    (observed,) = observe_all([case(fault.kind, *fault.layout, ranks=fault.ranks, mutate=fault.plant)])
-    assert isinstance(observed, Observation), observed
-    different = differences(observed.extra[0], one_process()[fault.kind].extra[0])
-    assert [line for line in different if line.startswith(fault.table)], different
 
 
 def not_a_number() -> None:

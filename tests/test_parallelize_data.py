@@ -109,7 +109,7 @@ FAULTS = {
     "gradients never reduced": ("train", "train_step", "last=number == run.accumulation_steps - 1", "last=False"),
     "a rank starts from other weights": (
         "train",
-        "build_model",
+        "build",
         "stage.init_std, config.debug.seed",
         "stage.init_std, config.debug.seed + dist.get_rank()",
     ),

@@ -101,7 +101,7 @@ FAULTS = {
     ),
     "a stage starts from another's weights": (
         "train",
-        "build_model",
+        "build",
         "stage.init_std, config.debug.seed",
         "stage.init_std, config.debug.seed + mesh['pp'].get_local_rank()",
     ),

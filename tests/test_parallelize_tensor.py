@@ -135,7 +135,7 @@ def test_without_labels_every_rank_gets_all_logits(settings: tuple[str, ...]) ->
 
 FAULTS = {
     "a norm's gradient left out of the reduction over tp": (
-        "parallelize.tensor",
+        "parallelize.sharding",
         "align_gradients",
         "gradient.redistribute(placements=parameter.placements)",
         "DTensor.from_local(gradient.to_local(), gradient.device_mesh, parameter.placements)",
@@ -160,7 +160,7 @@ FAULTS = {
     ),
     "tp ranks see different batches": (
         "train",
-        "micro_batches",
+        "local_batches",
         "consumed_sequences=run.sequences",
         "consumed_sequences=run.sequences + run.mesh['tp'].get_local_rank()",
     ),

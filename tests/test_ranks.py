@@ -1,111 +1,19 @@
-"""Ranks on one node and on two, with small scripts in the place of train.py: output, logs, signals, exit codes."""
+"""Ranks on one node and on two, with small scripts in the place of train.py: output, logs, exit codes."""
 
-import dataclasses
 import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
-from components.config import ROOT, JobConfig
+from components.config import JobConfig
 from components.launch.exit_codes import ExitCode
-from components.launch.ranks import _FAILURE_GRACE_SECONDS
 from components.launch.settings import read_settings
+from tests.launches import Start, alive, launcher
 
-START = """
-import os, sys
-from components import start
-config, settings = start.check(sys.argv[2:], os.environ)
-sys.exit(start.start(config, settings, [sys.executable, *sys.argv[1:]]))
-"""
-
-SAVES = """
-    import os, signal, sys, time
-    rank = int(os.environ["RANK"])
-    asked = []
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, lambda number, frame: asked.append(number))
-    worker = os.fork()
-    if worker == 0:  # as a loader worker: no handlers of its own
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, signal.SIG_DFL)
-        time.sleep(60)
-    open(f"worker_{rank}", "w").write(str(worker))
-    print("ready", flush=True)
-    while not asked:
-        time.sleep(0.01)
-    time.sleep(0.2 + SAVING * rank)
-    worker_lives = os.waitpid(worker, os.WNOHANG) == (0, 0)
-    open(f"saved_{rank}", "w").write(f"{asked} {worker_lives}")
-    os.kill(worker, signal.SIGKILL)
-    os._exit(128 + asked[0])
-"""
-
-
-@dataclasses.dataclass
-class Launched:
-    """A launcher that runs, in its folder."""
-
-    process: subprocess.Popen[str]
-    folder: Path
-
-    def wait_for(self, line: str) -> None:
-        assert self.process.stdout
-        while (read := self.process.stdout.readline()) != "":
-            if line in read:
-                return
-        pytest.fail(f"ended before it printed {line}: {self.end()}")
-
-    def end(self, timeout: float = 30) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout)
-        return self.process.returncode, out, err
-
-    def log(self, rank: int) -> str:
-        (path,) = self.folder.glob(f"outputs/logs/*/rank_{rank}.log")
-        return path.read_text()
-
-
-Start = Callable[..., Launched]
-
-
-@pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Start]:
-    """Start a script on ranks; whatever is left of it is killed at the end."""
-    folder = tmp_path / "with spaces"
-    folder.mkdir()
-    begun: list[Launched] = []
-
-    def begin(script: str, *words: str, start: str = START, **variables: str) -> Launched:
-        (folder / "my script.py").write_text(textwrap.dedent(script))
-        kept = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-        settings = {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "NGPU": "2"}
-        process = subprocess.Popen(
-            [sys.executable, "-c", start, "my script.py", *words],
-            cwd=folder,
-            env={**kept, **settings, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        begun.append(Launched(process, folder))
-        return begun[-1]
-
-    yield begin
-    for launched in begun:
-        launched.process.send_signal(signal.SIGQUIT)  # the launcher kills its ranks
-        launched.process.wait(10)
-
-
-def alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state not in ("", "Z")
+begin = pytest.fixture(launcher)
 
 
 # How ranks end
@@ -226,100 +134,6 @@ def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
     assert "rank 1 was killed by SIGKILL" in err
     assert "starting all ranks again" in err
     assert out.splitlines()[-1] == "attempt 1"
-
-
-# Signals
-
-
-@pytest.mark.parametrize(
-    ("number", "saving"),
-    # Rank 1 saves for longer than a failed rank's peers are given: the first one to stop is no failure.
-    [(signal.SIGTERM, _FAILURE_GRACE_SECONDS + 0.5), (signal.SIGINT, 0.5), (signal.SIGUSR1, 0.5)],
-)
-def test_ranks_save_and_stop_on_a_signal(number: signal.Signals, saving: float, begin: Start) -> None:
-    launched = begin(SAVES.replace("SAVING", str(saving)), LOG_RANK="all")
-    launched.wait_for("ready")
-    launched.wait_for("ready")
-    launched.process.send_signal(number)
-    launched.process.send_signal(number)  # as a scheduler may, or a terminal and a wrapper both
-    code, _, err = launched.end()
-    assert code == 128 + number
-    assert f"{number.name}: the ranks save and stop" in err
-    assert "exit code" not in err
-    for rank in (0, 1):
-        saved = (launched.folder / f"saved_{rank}").read_text()
-        assert saved == f"[{int(number)}] True", "one signal, and the loader worker lived until the rank had saved"
-
-
-def test_a_second_ctrl_c_stops_at_once(begin: Start) -> None:
-    launched = begin(SAVES.replace("SAVING", "60"), LOG_RANK="all")
-    launched.wait_for("ready")
-    launched.wait_for("ready")
-    launched.process.send_signal(signal.SIGINT)
-    time.sleep(1.2)
-    start = time.perf_counter()
-    launched.process.send_signal(signal.SIGINT)
-    code, _, err = launched.end()
-    assert time.perf_counter() - start < 3
-    assert code == 130
-    assert "stopped at once, without saving" in err
-    assert not (launched.folder / "saved_1").exists()
-    assert not [rank for rank in (0, 1) if alive(int((launched.folder / f"worker_{rank}").read_text()))]
-
-
-def test_grace_that_is_too_short_is_said(begin: Start) -> None:
-    launched = begin(SAVES.replace("SAVING", "60"), LOG_RANK="all", SHUTDOWN_TIMEOUT_SECONDS="1")
-    launched.wait_for("ready")
-    launched.wait_for("ready")
-    launched.process.send_signal(signal.SIGTERM)
-    code, _, err = launched.end()
-    assert code == ExitCode.LOST_RANK
-    assert "rank 1 did not stop within 1 seconds and was killed" in err
-
-
-def test_a_signal_before_ranks_have_handlers_stops_them_too(begin: Start) -> None:
-    launched = begin("import time; print('ready', flush=True); time.sleep(60)")
-    launched.wait_for("ready")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end(10)[0] == 143
-
-
-def test_a_signal_that_another_thread_receives_stops_them_too(begin: Start) -> None:
-    """The kernel may choose any thread: here the main one does not take it, and ranks inherit that."""
-    script = """
-        import signal, time
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        print("ready", flush=True)
-        time.sleep(60)
-    """
-    launched = begin(script, start=OTHER_THREAD + START)
-    launched.wait_for("ready")
-    launched.process.send_signal(signal.SIGTERM)
-    assert launched.end(20)[0] == 143
-
-
-OTHER_THREAD = """
-import signal, threading, time
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-"""
-
-
-def test_nobody_reading_the_console_does_not_stop_a_run(begin: Start) -> None:
-    script = """
-        import time
-        print("ready", flush=True)
-        for _ in range(20):
-            print("line", flush=True)
-            time.sleep(0.02)
-        print("done", flush=True)
-    """
-    launched = begin(script)
-    launched.wait_for("ready")
-    assert launched.process.stdout
-    launched.process.stdout.close()
-    assert launched.process.wait(30) == 0
-    assert launched.log(0).splitlines()[-1] == "done"
 
 
 # Two nodes on one machine

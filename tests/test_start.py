@@ -1,14 +1,19 @@
-"""What is checked before ranks are started: the environment variables, the folder, the job file."""
+"""What is checked before ranks are started: the environment variables, the folder, the job file; and how soon."""
 
+import difflib
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from components import start
-from components.config import ConfigError, JobConfig, load_config
+from components.config import ROOT, ConfigError, JobConfig, load_config
 from components.launch import settings as settings_module
 from components.launch.settings import Settings, read_settings
+from tests.jobs import OURS, job
 
 
 def settings(config: JobConfig | None = None, **environment: str) -> Settings:
@@ -71,3 +76,64 @@ def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
     for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
         assert start.with_recipe(words) == words
+
+
+# Through the launcher
+
+
+def launch(words: list[str], folder: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The launcher's own process, and its seconds."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES", "LOG_RANK")}
+    code = (
+        "import sys\n"
+        "from components.start import main\n"
+        "code = main(sys.argv[1:])\n"
+        "assert 'torch' not in sys.modules, 'imported torch to refuse a job'\n"
+        "sys.exit(code)\n"
+    )
+    started = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder,
+        env={**environment, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return done, time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("text", "variables", "expected"),
+    [
+        ("[training", {}, "job.toml:1:10: not TOML"),
+        ("[training]\nstepz = 1\n", {}, "job.toml:2: training.stepz = 1: unknown key; did you mean training.steps?"),
+        ('[training]\nsteps = "1"\n', {}, 'job.toml:2: training.steps = "1": expected an integer of 1 or more'),
+        ('[checkpoint]\nfolder = "../.."\n', {}, "must be a folder inside job.dump_folder"),
+        ("[parallelism]\ndata_parallel_shard_degree = 3\n", {"NGPU": "2"}, "makes 3 ranks, but there are 2. What fits"),
+        ("", {"NGPU": "abc"}, 'environment: NGPU = "abc": expected an integer of 1 or more'),
+        ("", {"NGPU": "0"}, 'environment: NGPU = "0": expected an integer of 1 or more'),
+        ('[job]\ndump_folder = "job.toml/outputs"\n', {}, "job.toml is not a folder"),
+    ],
+)
+def test_a_mistake_ends_the_launch_in_a_second_with_code_2(
+    text: str, variables: dict[str, str], expected: str, tmp_path: Path
+) -> None:
+    job(tmp_path, text)
+    done, seconds = launch(["--job.config_file", "job.toml"], tmp_path, **variables)
+    assert done.returncode == 2, done.stderr
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"], "the dump folder was touched"
+    assert seconds < 1
+
+
+def test_help_shows_every_key() -> None:
+    done, _ = launch(["--help"], ROOT, COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    missing = [key for key in OURS if f"--{key}" not in done.stdout]
+    assert not missing, difflib.get_close_matches(missing[0], done.stdout.split())
+    assert "origins" not in done.stdout
+    for name in ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "PYTHON", "exit codes"):
+        assert name in done.stdout

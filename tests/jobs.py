@@ -1,0 +1,43 @@
+"""Job files for tests: every key that there is, here and in torchtitan, and the messages that a mistake gives."""
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from components.config import ROOT, ConfigError, JobConfig, load_config, to_dict
+
+
+def _keys(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tables.items():
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+OURS = dict(_keys(to_dict(JobConfig())))
+_TITAN = tomllib.loads((ROOT / "tests/titan_v02_keys.toml").read_text(encoding="utf-8"))
+TITAN_UNSET: list[str] = _TITAN.pop("unset")
+TITAN = dict(_keys(_TITAN))
+KEYS = sorted({*OURS, *TITAN, *TITAN_UNSET})
+
+
+def job(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def refused(*words: object) -> list[str]:
+    """The messages for this command line."""
+    with pytest.raises(ConfigError) as caught:
+        load_config([str(word) for word in words])
+    return caught.value.messages
+
+
+def as_toml(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,181 @@
+"""The token cache: no document is lost, it is found again by what decides the tokens, and a damaged one is told."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.config import ROOT, ConfigError
+from components.data import PackedSequences, prepare
+from components.data.cache import _cut
+from components.data.tokenizer import load_tokenizer
+from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
+from tests.processes import start
+from tests.test_tokenizer import save_json_tokenizer
+
+ODD_TEXTS = [
+    "a\n",
+    " ",
+    "<|end_of_text|> is text here, and so is <|begin_of_text|>",
+    "naïve 日本語 😀 \u200b\x00 tabs\t\t\n\n\n  end  ",
+    "é" * 70_000,
+    (WORDS * 4000)[:200_000] + "\n\n",
+    "\n" * 66_000 + " " * 66_000,
+]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_document_is_lost(tmp_path: Path, workers: int) -> None:
+    folder = tmp_path / "with a space"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in ["", *ODD_TEXTS, ""])
+    (folder / "0.jsonl").write_text(lines)
+    (folder / "1.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
+    (folder / "2.txt").touch()
+    pyarrow.parquet.write_table(pyarrow.table({"text": ODD_TEXTS}), folder / "3.parquet")
+    cache = prepare(spec_of(folder, tmp_path / "cache"), workers)
+    assert documents_of(cache) == [*ODD_TEXTS, "one\ntwo", *ODD_TEXTS]
+    tokenizer = load_tokenizer(TOKENIZER)
+    assert (cache.tokens[np.append(0, cache.document_ends[:-1])] == tokenizer.bos_id).all()
+    assert (cache.tokens[cache.document_ends - 1] == tokenizer.eos_id).all()
+    for special in (tokenizer.bos_id, tokenizer.eos_id):
+        assert (np.asarray(cache.tokens) == special).sum() == len(cache.document_ends)
+
+
+def test_a_cache_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS * 20_000)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": WORDS * n}) + "\n" for n in range(1, 300)))
+    one, two = (prepare(spec_of(tmp_path, tmp_path / f".cache{workers}"), workers) for workers in (1, 2))
+    assert one.key == two.key
+    for name in ("tokens.bin", "documents.bin"):
+        assert (one.folder / name).read_bytes() == (two.folder / name).read_bytes()
+
+
+def test_a_cache_is_found_again_without_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
+    first = prepare(spec, 1)
+    assert "tokenized" in capsys.readouterr().out
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
+    second = prepare(spec)
+    assert capsys.readouterr().out == ""
+    assert second.folder == first.folder
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == files
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    assert prepare(spec_of(tmp_path / "b.txt", tmp_path / "cache")).folder == first.folder
+
+
+def test_what_decides_the_tokens_decides_the_key(tmp_path: Path) -> None:
+    data, cache = tmp_path / "a.jsonl", tmp_path / "cache"
+    data.write_text('{"text": "one two", "body": "three four"}\n')
+    other = save_json_tokenizer(tmp_path / "tokenizer")
+    keys = {
+        prepare(spec, 1).key
+        for spec in (
+            spec_of(data, cache),
+            spec_of(data, cache, field="body"),
+            spec_of(data, cache, skip=True),
+            spec_of(data, cache, tokenizer=str(other)),
+        )
+    }
+    (other / "tokenizer_config.json").write_text("{}")
+    keys.add(prepare(spec_of(data, cache, tokenizer=str(other)), 1).key)
+    assert len(keys) == 5
+    # The same size and time of writing: what changed is found all the same.
+    before = data.stat()
+    data.write_text('{"text": "One two", "body": "three four"}\n')
+    os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
+    changed = prepare(spec_of(data, cache), 1)
+    assert changed.key not in keys
+    assert documents_of(changed) == ["One two"]
+
+
+def test_documents_of_one_token_and_no_token_around_them(tmp_path: Path) -> None:
+    tokenizer = save_json_tokenizer(tmp_path / "tokenizer", settings=False)
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 100)
+    cache = prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", tokenizer=str(tokenizer)), 1)
+    assert cache.document_ends.tolist() == list(range(1, 101))
+    assert PackedSequences(cache, 9).get(np.array([5]))[1].tolist() == [list(range(9))]
+
+
+def test_only_empty_documents_are_no_data(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 100)
+    with pytest.raises(ConfigError, match="no text in it"):
+        prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache"), 1)
+    (tmp_path / "a.jsonl").write_text("no json\n" * 100)
+    with pytest.raises(ConfigError, match=r"(?s)no text in it.*a\.jsonl:1: not JSON"):
+        prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", skip=True), 1)
+    assert not caches_in(tmp_path / "cache")
+
+
+def test_huge_lines_take_no_longer_than_others(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    (tmp_path / "words.txt").write_text((WORDS * 100_000)[: 5 << 20])
+    (tmp_path / "letters.txt").write_bytes((rng.integers(0, 26, 5 << 20) + ord("a")).astype(np.uint8).tobytes())
+    (tmp_path / "one_letter.txt").write_text("a" * (1 << 20))
+    started = time.monotonic()
+    cache = prepare(spec_of(tmp_path, tmp_path / ".cache"), 2)
+    assert time.monotonic() - started < 20
+    letters, one_letter, words = documents_of(cache)
+    assert letters == (tmp_path / "letters.txt").read_text()
+    assert one_letter == "a" * (1 << 20)
+    assert words == (tmp_path / "words.txt").read_text()
+
+
+def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
+    folder = prepare(spec, 1).folder
+    whole = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(whole[:-2])
+    with pytest.raises(ConfigError, match=rf"tokens.bin: {len(whole) - 2} bytes, not {len(whole)}: remove"):
+        prepare(spec)
+    (folder / "tokens.bin").unlink()
+    with pytest.raises(ConfigError, match=r"No such file.*tokens\.bin"):
+        prepare(spec)
+    # Without its index it was never finished.
+    (folder / "index.json").unlink()
+    assert documents_of(prepare(spec, 1)) == [WORDS]
+
+
+@pytest.mark.parametrize("place", ["a.txt", "a.txt/cache", "/proc/cache"])
+def test_a_cache_folder_that_cannot_be_is_told(tmp_path: Path, place: str) -> None:
+    (tmp_path / "a.txt").write_text(WORDS)
+    with pytest.raises(ConfigError, match=r"cache in .*"):
+        prepare(spec_of(tmp_path / "a.txt", tmp_path / place), 1)
+
+
+def test_prepare_is_a_command(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text(WORDS)
+    command = ["-m", "components.data", "prepare", "--job.config_file", "recipes/llama_debug.toml"]
+    bundled = [*command, "--training.dataset_cache", str(tmp_path / "cache")]
+    own = [*bundled, "--training.dataset_path", str(tmp_path / "own.txt"), "--validation.dataset_path"]
+    validated, missing = ([*own, str(tmp_path / name)] for name in ("own.txt", "missing.txt"))
+    runs = [bundled, bundled, validated, missing, command[:2]]
+    results = []
+    for arguments in runs:
+        process = start(*arguments)
+        results.append((*process.communicate(timeout=60), process.returncode))
+    assert "66 documents" in results[0][0]
+    assert results[1] == ("", "", 0)
+    assert results[2][0].startswith("tokenized")
+    assert results[3][1:] == (f"training data {tmp_path / 'missing.txt'}: no such file or folder\n", 2)
+    assert results[4][2] == 2
+    assert "usage" in results[4][1]
+
+
+def test_tokens_do_not_depend_on_where_chunks_are_cut() -> None:
+    """The bundled text, cut into chunks, has the tokens of the text in one piece."""
+    tokenizer = load_tokenizer("assets/tokenizer")
+    text = "".join(file.read_text() for file in sorted((ROOT / "assets/kjv").glob("*.txt"))[:8])
+    start, ids = 0, []
+    while start < len(text):
+        end = _cut(text, start)
+        ids += tokenizer.encode(text[start:end])
+        start = end
+    assert ids == tokenizer.encode(text)

@@ -1,0 +1,145 @@
+"""Sources: the files of a path, their documents, what is wrong with a record, and what the job file says of them."""
+
+import json
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from components.config import ROOT, ConfigError, Training, load_config
+from components.data import DataSpec, data_spec, prepare
+from components.data.sources import BadRecord, find_files, read_documents
+from tests.caches import caches_in, documents_of, spec_of
+
+
+def test_a_path_may_be_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
+    folder = tmp_path / "my data [1]"
+    for name in ("b.txt", "a.text", "sub/deep/c.jsonl", ".hidden.txt", ".git/x.txt", "notes.md", "empty.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("" if name == "empty.txt" else "text")
+    names = ["a.text", "b.txt", "sub/deep/c.jsonl"]
+    assert find_files(str(folder)) == [folder / name for name in names]
+    assert find_files(str(folder / "b.txt")) == [folder / "b.txt"]
+    assert find_files(f"{tmp_path}/my data*/*.t*xt") == [folder / "a.text", folder / "b.txt"]
+    assert find_files(f"{tmp_path}/**/*.*") == [folder / name for name in names]
+
+
+def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
+    (tmp_path / "data" / "inside").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "far.txt").write_text("far")
+    (tmp_path / "data" / "near.txt").write_text("near")
+    for link, target in [("up", ".."), ("inside/self", "."), ("inside/back", ".."), ("away", "../elsewhere")]:
+        (tmp_path / "data" / link).symlink_to(target)
+    (tmp_path / "elsewhere" / "home").symlink_to("../data")
+    (tmp_path / "data" / "loop.txt").symlink_to("loop.txt")
+    folder = tmp_path / "data"
+    reached = [folder / name for name in ("away/far.txt", "near.txt", "up/elsewhere/far.txt")]
+    assert find_files(str(folder)) == find_files(f"{folder}/**/*.txt") == reached
+    assert find_files(f"{folder}/**/elsewhere/*") == reached[2:]
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing.txt", "no such file or folder"),
+        ("~nobody-of-this-name/x.txt", "no such file or folder"),
+        ("nul\0byte", "no such file or folder"),
+        ("mi*ing", r"no file that ends in .jsonl, .parquet, .text, .txt"),
+        ("only_empty", "only empty files"),
+        ("nothing", "no file that ends in"),
+        ("book.pdf", r'ending ".pdf" is not one of .jsonl, .parquet, .text, .txt'),
+        ("n" * 300, "File name too long"),
+    ],
+)
+def test_a_path_without_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, message: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "only_empty").mkdir()
+    (tmp_path / "only_empty" / "a.txt").touch()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "book.pdf").write_text("%PDF")
+    with pytest.raises(ConfigError, match=message):
+        prepare(spec_of(path, tmp_path / "cache"))
+
+
+def reasons(file: Path, field: str = "text") -> list[str]:
+    return [document.reason for document in read_documents(file, field) if isinstance(document, BadRecord)]
+
+
+def test_text_is_utf8_without_its_mark_and_with_one_kind_of_line_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes("\ufeffone\r\ntwo\rthree\n".encode())
+    assert list(read_documents(file, "text")) == ["one\ntwo\rthree\n"]
+    file.write_bytes(b"0123456789\xff")
+    assert reasons(file) == [f"{file}: not UTF-8 at byte 10"]
+    file.write_bytes("\ufeffab".encode() + b"\xff")
+    assert reasons(file) == [f"{file}: not UTF-8 at byte 5"]
+    file.write_text("text", encoding="utf-16")
+    assert reasons(file) == [f"{file}: not UTF-8 at byte 0"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "cut', "not JSON: "),
+        (b'{"text": "\xff"}', "not UTF-8 at byte 10 of the line"),
+        (b'{"other": "x"}', 'no text in field "text" (training.dataset_text_field)'),
+        (b'{"text": 3}', 'no text in field "text"'),
+        (b'{"text": null}', 'no text in field "text"'),
+        (b'["text"]', 'no text in field "text"'),
+        (b'{"text": "\\ud83d"}', "not Unicode: half of a surrogate pair"),
+        (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_bad_line_is_told_by_its_number(tmp_path: Path, line: bytes, reason: str) -> None:
+    file = tmp_path / "lines.jsonl"
+    good = [json.dumps({"text": f"text {number}"}).encode() for number in range(1, 21)]
+    file.write_bytes(b"\r\n".join([*good[:15], b"", line, *good[16:]]))
+    found = list(read_documents(file, "text"))
+    assert len(found) == 20
+    (bad,) = (document for document in found if isinstance(document, BadRecord))
+    assert bad.reason.startswith(f"{file}:17: {reason}")
+    with pytest.raises(ConfigError, match=r"lines\.jsonl:17: .*To skip such records, training.dataset_errors"):
+        prepare(spec_of(file, tmp_path / "cache"), 1)
+    assert not caches_in(tmp_path / "cache")
+
+
+def test_skipped_records_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps({"body": f"text {number}"}) for number in range(1, 21)]
+    lines[16] = "no json"
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    (tmp_path / "bad.txt").write_bytes(b"\xff")
+    cache = prepare(spec_of(tmp_path, tmp_path / ".cache", field="body", skip=True), 1)
+    assert documents_of(cache) == [f"text {number}" for number in range(1, 21) if number != 17]
+    assert "2 records skipped" in capsys.readouterr().out
+    assert len(json.loads((cache.folder / "index.json").read_text())["skipped_records"]) == 2
+
+
+def test_parquet_is_read_and_what_is_wrong_names_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    texts = [f"row {number} " * 50 for number in range(1000)]
+    table = pyarrow.table({"text": texts, "id": range(1000), "holes": ["a", None] * 500})
+    pyarrow.parquet.write_table(table, file, row_group_size=100)
+    assert list(read_documents(file, "text")) == texts
+    assert reasons(file, "body") == [f'{file}: no column "body" (training.dataset_text_field); it has text, id, holes']
+    assert reasons(file, "holes")[0] == f"{file}: row 2: no text in holes"
+    assert len(reasons(file, "id")) == 1000
+    whole = file.read_bytes()
+    for size in (3, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"rows\.parquet: cannot be read as parquet after row 0"):
+            prepare(spec_of(file, tmp_path / "cache"), 1)
+    file.write_bytes(whole[:200] + b"\xff" * 300 + whole[500:])
+    assert reasons(file)[0].startswith(f"{file}: cannot be read as parquet after row")
+    invalid = pyarrow.array([b"good", b"\xff"]).view(pyarrow.string())
+    pyarrow.parquet.write_table(pyarrow.table({"text": invalid}), file)
+    assert len(reasons(file)) == 1
+
+
+def test_a_spec_is_what_the_job_file_says() -> None:
+    training = load_config(["--training.dataset_errors", "skip", "--training.dataset_text_field", "body"]).training
+    assert data_spec(training, "t") == DataSpec(str(ROOT / "assets/kjv"), "body", True, "t", ROOT / ".cache/tokens")
+    assert data_spec(training, "t", "here").path == "here"
+    with pytest.raises(ConfigError, match=r'training\.dataset = "kvj": not one of kjv, c4, .*; or set dataset_path'):
+        data_spec(Training(dataset="kvj"), "t")

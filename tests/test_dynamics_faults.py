@@ -1,0 +1,100 @@
+"""Faults planted in the code of dynamics: each makes the table wrong that it should."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.dynamics import CP, LOCAL, PP, REPLICATE, SHARD, TP, case, differences, one_process
+from tests.harness import Observation, observe_all, rewrite
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A piece of the code, what it becomes, and where its numbers are then wrong."""
+
+    function: str
+    old: str
+    new: str
+    kind: str
+    layout: tuple[str, ...]
+    table: str
+    ranks: int = 2
+
+    def plant(self) -> None:
+        module, _, function = self.function.partition(":")
+        rewrite(module, function, self.old, self.new)
+
+
+SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.forward"
+FAULTS = {
+    "tp not summed": Fault(
+        f"components.metrics.dynamics:{SHARDS}",
+        "in self.groups:",
+        "in self.groups[:-1]:",
+        "qwen3",
+        (TP, "2"),
+        "weight_norm",
+    ),
+    "replicas counted twice": Fault(
+        "parallelize.sharding:local_part",
+        "if not placement.is_replicate()",
+        "",
+        "qwen3",
+        (REPLICATE, "2", LOCAL, "6"),
+        "gradient_norm",
+    ),
+    "a stage forgotten": Fault(
+        f"components.metrics.dynamics:{UPDATED}",
+        'if self.mesh["pp"].size() > 1',
+        "if False",
+        "six layers",
+        (PP, "2"),
+        "weight_norm",
+    ),
+    "logits of one rank's sequences": Fault(
+        f"components.metrics.dynamics:{UPDATED}",
+        '"fsdp", ',
+        "",
+        "qwen3",
+        (SHARD, "2", LOCAL, "6"),
+        "attention_logit_max",
+    ),
+    "a stage that learns its shapes from whatever is in memory": Fault(
+        "parallelize.pipeline:Pipeline.__init__",
+        "input_args=hidden if number else tokens,",
+        "",
+        "six layers",
+        (PP, "2", "--debug.deterministic"),  # then whatever is in memory is NaN
+        "attention_logit_max",
+    ),
+    "gradients after clipping": Fault(
+        "train:train_step",
+        "    finite =",
+        "    run.dynamics.before_update()\n    finite =",
+        "qwen3",
+        (),
+        "gradient_norm",
+        1,
+    ),
+    "logits without scale": Fault(
+        CORE, "q.detach()", "q.detach() * q.shape[3] ** 0.5", "qwen3", (), "attention_logit_max", 1
+    ),
+    "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
+    "keys in the order of ranks": Fault(
+        "parallelize.context:_RingCore._observe",
+        "_sorted(k.full_tensor(), 2, cp.size(), self.balanced)",
+        "k.full_tensor()",
+        "llama",
+        (CP, "2"),
+        "attention_logit_max",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name: str) -> None:
+    fault = FAULTS[name]
+    (observed,) = observe_all([case(fault.kind, *fault.layout, ranks=fault.ranks, mutate=fault.plant)])
+    assert isinstance(observed, Observation), observed
+    different = differences(observed.extra[0], one_process()[fault.kind].extra[0])
+    assert [line for line in different if line.startswith(fault.table)], different
