@@ -15,6 +15,21 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+def read_json_if_whole(path: Path) -> dict[str, Any]:
+    """The object in a file; empty if the file is not there, or is not whole JSON."""
+    try:
+        return read_json(path)
+    except (FileNotFoundError, ValueError):
+        return {}
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file in one step: readers see the old text or the new, never a part of it."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
 def digest(path: Path) -> list:
     """Size in bytes, and a hash, of a file."""
     with path.open("rb") as file:

@@ -3,8 +3,8 @@
     python -m components.generate outputs/llama_debug "In the beginning" --tokens 100
     torchrun --nproc-per-node 2 -m components.generate FOLDER "In the beginning"
 
-On one device, or with each matrix split over all ranks that torchrun starts. Each token passes through the model once:
-attention keeps the keys and values of those before it. The model's code knows nothing of that.
+Runs on one device, or with each matrix split over all ranks that torchrun starts. Each token passes through the model
+once: attention keeps the keys and values of earlier tokens. The model's code knows nothing of this cache.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
 from parallelize.rules import check_model
 
-_CHUNK_TOKENS = 512  # of a prompt at a time: the head makes logits of all of them
+_CHUNK_TOKENS = 512  # of a prompt at a time: the head computes logits of each
 
 
 @dataclass
 class Source:
-    """What a folder says of its model, before any memory is taken."""
+    """A folder's model and tokenizer, before any memory is allocated."""
 
     name: str
     """The family, of models.MODELS."""
     model: Any
-    """The whole of it, on the meta device."""
+    """The whole model, on the meta device."""
     tokenizer: str
     said: str
     load: Callable[[nn.Module], None]
@@ -53,11 +53,7 @@ class Source:
 
 
 def open_source(folder: Path, step: int | None) -> Source:
-    """A run's dump_folder, or a Hugging Face folder. Called by all ranks.
-
-    Raises:
-        ConfigError: it is neither, or nothing in it can be used.
-    """
+    """A run's dump_folder or a Hugging Face folder. Called by all ranks. Raises ConfigError if it cannot be used."""
     if (folder / "run.json").exists():
         return _open_run(folder, step)
     if not (folder / "config.json").exists():
@@ -89,7 +85,7 @@ def _open_hugging_face(folder: Path) -> Source:
         if name is None:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
         model_class, flavors = MODELS[name]
-        # These have other defaults there than here.
+        # The defaults of these are not those of Hugging Face.
         needed = {"rms_norm_eps", "rope_theta"} - {*given, *(given.get("rope_parameters") or ())}
         if needed:
             raise ConfigError(f"{file}: {', '.join(sorted(needed))}: not given")
@@ -99,7 +95,7 @@ def _open_hugging_face(folder: Path) -> Source:
     with torch.device("meta"):
         model = model_class(sizes)
     check_weights(model, folder)
-    # Beside it there may be a tokenizer.model of another kind.
+    # tokenizer.json first: a tokenizer.model may be of another kind.
     tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
     return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
 
@@ -107,12 +103,11 @@ def _open_hugging_face(folder: Path) -> Source:
 def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """The model with its weights, its matrices split over all ranks.
 
-    Raises:
-        ConfigError: the ranks cannot share it evenly, or the weights do not fit.
+    Raises ConfigError if the ranks cannot share the model evenly, or the weights do not fit.
     """
     ranks, sizes = dist.get_world_size(), source.model.config
     check_ranks(sizes, ranks)
-    # One token cannot be split along the sequence. Weights are of the dtype themselves: nothing is to be cast.
+    # One token cannot be split along the sequence. Weights have the dtype already, so nothing is cast.
     config = JobConfig(
         parallelism=Parallelism(tensor_parallel_degree=ranks, sequence_parallel=False),
         training=Training(mixed_precision_param="float32"),
@@ -135,7 +130,7 @@ def check_ranks(sizes: Any, ranks: int) -> None:
 
 
 class CachedCore(AttentionCore):
-    """Attention of new tokens to all so far, whose keys and values (B, G, T, K) it keeps."""
+    """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +146,7 @@ class CachedCore(AttentionCore):
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int]) -> Iterator[int]:
-    """The tokens that follow a prompt, without end. choose takes the logits (V,), float32 on the CPU, of the next one.
+    """The tokens that follow a prompt, without end; choose picks a token from its logits (V,), float32 on the CPU.
 
     Every rank gets the same logits. The model's attention cores are replaced: one prompt at a time.
     """
@@ -171,9 +166,9 @@ def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """A token by its logits (V,) / temperature, of the likeliest that have top_p together (arXiv:1904.09751).
+    """A token drawn by logits (V,) / temperature from the likeliest with total probability top_p (arXiv:1904.09751).
 
-    The likeliest of all where temperature is 0.
+    With temperature 0 always the likeliest token.
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -183,11 +178,11 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 
 def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens that follow a prompt, as they come; a character waits for the last of its bytes."""
+    """The text of tokens that follow a prompt, in pieces; a character waits for the last of its bytes."""
     ids, start, said = [*prompt], 0, len(prompt)
     for token in tokens:
         ids.append(token)
-        # With what came before: some tokenizers leave out the space of a first word.
+        # Decoded with earlier tokens: some tokenizers leave out the space of a first word.
         before, text = tokenizer.decode(ids[start:said]), tokenizer.decode(ids[start:])
         if not text.endswith("\ufffd"):
             yield text[len(before) :]
@@ -199,12 +194,9 @@ def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]
 def continue_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, top_p: float, seed: int
 ) -> Iterator[str]:
-    """The text that follows a prompt, in pieces: count tokens, or up to the tokenizer's last one.
+    """The text that follows a prompt, in pieces: count tokens, or up to the end-of-text token.
 
-    It depends on the seed and the prompt, not on what was generated before.
-
-    Raises:
-        ConfigError: there is nothing to begin with.
+    The text depends on seed and prompt, not on earlier prompts. Raises ConfigError if there is no first token.
     """
     ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
     if not ids:
@@ -212,7 +204,7 @@ def continue_text(
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
-        # A model may have more rows than there are tokens.
+        # A model may have more rows than the tokenizer has tokens.
         return sample(logits[: tokenizer.vocab_size], temperature, top_p, generator)
 
     tokens = takewhile(lambda token: token != tokenizer.eos_id, islice(generate(model, ids, choose), count))
@@ -224,11 +216,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m components.generate", description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=Path, help="a run's dump_folder, or a Hugging Face folder")
     parser.add_argument("prompts", nargs="+", metavar="prompt", help="what each text begins with")
-    parser.add_argument("--step", type=int, help="the run's checkpoint; the newest that verifies if not given")
-    parser.add_argument("--tokens", type=int, default=200, help="at the most, after each prompt (200)")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
+    parser.add_argument("--tokens", type=int, default=200, help="maximum after each prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that have so much together (1)")
-    parser.add_argument("--seed", type=int, default=0, help="of what is drawn; the same for each prompt (0)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to draw from (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for each prompt (0)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32 on CPU, else bfloat16")
     options = parser.parse_args(argv)
     if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):

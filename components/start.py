@@ -1,6 +1,6 @@
-"""From the command line to ranks: every check that can be made before them; components/launch/ranks.py then runs them.
+"""From the command line to ranks: all checks that need no ranks; then components/launch/ranks.py starts the ranks.
 
-On a machine without GPUs only the last of the checks imports torch, so that a mistake is reported in a moment.
+On a machine without GPUs only the last check imports torch, so mistakes are reported at once.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ TRAIN = ROOT / "train.py"
 
 _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
-can be given on the command line too, where it goes before the file: --training.steps 100, --checkpoint.enable.
+can be given on the command line too, and overrides the file: --training.steps 100, --checkpoint.enable.
 
 environment variables
   NGPU            ranks on this node; if unset all GPUs, without GPUs what the layout needs, else 2
@@ -32,9 +32,9 @@ environment variables
   RDZV_ENDPOINT   host:port of one node, the same on each; needed with NNODES
   NODE_RANK       number of this node; if unset, nodes number themselves
   LOG_RANK        ranks shown on the console, as 0,1 or all (default 0); each rank has a log file in any case
-  MAX_RESTARTS    start all ranks again when one is lost, so many times; they resume from a checkpoint (default 0);
+  MAX_RESTARTS    how often all ranks are started again after one is lost (default 0); they resume from a checkpoint;
                   one node only
-  SHUTDOWN_TIMEOUT_SECONDS   time to save in after SIGTERM, SIGINT or SIGUSR1 (default 300)
+  SHUTDOWN_TIMEOUT_SECONDS   time for saving after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
 
@@ -50,7 +50,7 @@ exit codes
 
 
 def main(argv: list[str]) -> int:
-    """Check, prepare what the ranks share, then run train.py on each; returns an ExitCode."""
+    """Check, prepare the data that ranks share, then run train.py on each rank; returns an ExitCode."""
     if {"-h", "--help"} & set(argv):
         print_help()
         return ExitCode.DONE
@@ -81,7 +81,7 @@ def with_recipe(argv: list[str]) -> list[str]:
 
 
 def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
-    """The job, and how it is started. Makes nothing. Raises ConfigError."""
+    """The job, and how ranks are started. Writes nothing. Raises ConfigError."""
     config = load_config(argv)
     settings = read_settings(config, environment)
     degrees = resolve_degrees(config, settings.world_size)
@@ -91,8 +91,8 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     if not fake:
         _check_dump_folder(config)
-        check_device(config, (9, 0) if gpus() else None)  # which one exactly, the ranks find out
-    check_layout(config, degrees)  # late: to know the model's sizes it imports torch
+        check_device(config, (9, 0) if gpus() else None)  # ranks check the actual device
+    check_layout(config, degrees)  # last, since it imports torch for the model's sizes
     if not fake:
         check_initial_weights(config)
     return config, settings
@@ -136,7 +136,7 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
 
 
 def _check_dump_folder(config: JobConfig) -> None:
-    """Refuse a folder that could not be made, without making it: data may yet be wrong."""
+    """Raises ConfigError if the folder could not be made; does not make it, since later checks may fail."""
     folder = Path(config.job.dump_folder).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir():
@@ -146,7 +146,7 @@ def _check_dump_folder(config: JobConfig) -> None:
 
 
 def print_help() -> None:
-    """The usage, then every key as the tables document it."""
+    """Print the usage, then every key with its documentation."""
     import tyro
 
     hints = typing.get_type_hints(JobConfig)

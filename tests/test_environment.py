@@ -53,7 +53,7 @@ def test_run_train_refuses_a_python_that_lacks_something(copy: Path, tmp_path: P
     python = bare_python(tmp_path / "bare")
     done = run(copy / "run_train.sh", cwd=tmp_path, PYTHON=str(python))
     assert done.returncode == 2
-    assert f"PYTHON={python} lacks what pyproject.toml asks for: torch>=2.11 torchdata" in done.stderr
+    assert f"PYTHON={python} lacks what pyproject.toml asks for: torch>=2.13 torchdata" in done.stderr
     done = run(copy / "run_train.sh", cwd=tmp_path, PYTHON="/bin/false")
     assert done.returncode == 2
     assert "is not a Python 3.11 or newer" in done.stderr
@@ -151,8 +151,8 @@ def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: py
     assert time.perf_counter() - start < 0.5  # 0.09 s on an idle machine
     installed = {"torch": "2.10.1", "tyro": "1.0.17", "numpy": "1.26"}
     monkeypatch.setattr(environment.metadata, "version", lambda name: installed.get(name, "999"))
-    assert environment.missing([]) == ["torch>=2.11"]
-    installed["torch"] = "2.11.0a0+git123"
+    assert environment.missing([]) == ["torch>=2.13"]
+    installed["torch"] = "2.13.0a0+git123"
     assert environment.missing([]) == []
     assert environment.missing(["pinned"]) == ["torch==2.13.0"]
     installed["torch"] = "2.13.0+cpu"

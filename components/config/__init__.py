@@ -2,13 +2,11 @@
 
 from components.config.keys import ConfigError
 from components.config.load import ROOT, load_config, mistake, to_dict
-from components.config.outputs import Checkpoint, Job, Metrics, Profiling
+from components.config.outputs import Checkpoint, Profiling
 from components.config.tables import (
     ActivationCheckpoint,
-    Comm,
     Compile,
     DataLoader,
-    Debug,
     Float8,
     JobConfig,
     LRScheduler,
@@ -16,5 +14,4 @@ from components.config.tables import (
     Optimizer,
     Parallelism,
     Training,
-    Validation,
 )

@@ -5,7 +5,7 @@ import difflib
 import functools
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def load_config(argv: list[str]) -> JobConfig:
-    """Read `--job.config_file FILE` and the overrides in argv; a later setting goes before an earlier one.
+    """Read `--job.config_file FILE` and the overrides in argv; of two settings of a key the later one counts.
 
-    Raises:
-        ConfigError: with every mistake in the file and on the command line, each with its place.
+    Raises ConfigError with every mistake in the file and on the command line, each with its place.
     """
     overrides = list(read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]
@@ -44,13 +43,13 @@ def load_config(argv: list[str]) -> JobConfig:
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)
     # Defaults stand in for wrong values, so contradictions are looked for only among right ones.
-    if mistakes := mistakes or _contradictions(config):
+    if mistakes := mistakes or [mistake(config, key, reason) for key, reason in _contradictions(config)]:
         raise ConfigError(mistakes)
     return config
 
 
 def mistake(config: JobConfig, key: str, reason: str) -> str:
-    """One line about a key's value, with its place: for checks that are made elsewhere."""
+    """One line about a key's value, with the place where it was set: for checks outside of this package."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -65,10 +64,7 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """The key's name here and its value; None for a setting that asks for nothing among all that is asked.
-
-    Raises ConfigError.
-    """
+    """The key's name here and its value; None as name for a setting that asks for nothing. Raises ConfigError."""
     key, value = setting.key, setting.value
     if key in names.RENAMED:
         key, change = names.RENAMED[key]
@@ -116,7 +112,7 @@ def _unknown(key: str, value: Any) -> str:
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
-    """Making one takes longer than checking with it."""
+    """Cached: making an adapter takes longer than checking a value with it."""
     return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
@@ -132,7 +128,7 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) -> Any:
-    """A table, and the tables inside it, from checked values; what was not given keeps its default."""
+    """A table, and the tables inside it, from checked values; other keys keep their defaults."""
     hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
@@ -143,75 +139,62 @@ def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) ->
     return table(**more)
 
 
-def _contradictions(config: JobConfig) -> list[str]:
-    """Keys that are each right but cannot be meant together."""
-    found = []
+def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
+    """Keys that are each right but cannot be meant together, with the reason."""
     training, validation, loader = config.training, config.validation, config.training.dataloader
     optimizer = config.optimizer.name
     for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
         if f"optimizer.{key}" in config.origins:
-            found.append(mistake(config, f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'))
+            yield f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'
     total = config.lr_scheduler.total_steps
     if total is not None and total < training.steps:
-        found.append(mistake(config, "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"))
-    if loader.num_workers == 0 and loader.persistent_workers:
-        found.append(mistake(config, "training.dataloader.persistent_workers", "needs num_workers of 1 or more"))
-    if loader.num_workers == 0 and loader.prefetch_factor is not None:
-        found.append(mistake(config, "training.dataloader.prefetch_factor", "needs num_workers of 1 or more"))
+        yield "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"
+    for key in ("persistent_workers", "prefetch_factor"):
+        if loader.num_workers == 0 and getattr(loader, key):
+            yield f"training.dataloader.{key}", "needs num_workers of 1 or more"
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
-        reason = f"not a multiple of training.local_batch_size = {training.local_batch_size}"
-        found.append(mistake(config, "training.global_batch_size", reason))
+        yield "training.global_batch_size", f"not a multiple of training.local_batch_size = {training.local_batch_size}"
     if config.parallelism.data_parallel_replicate_degree == config.parallelism.data_parallel_shard_degree == -1:
         reason = "only one of the two data parallel degrees can take what is left; data_parallel_shard_degree is -1 too"
-        found.append(mistake(config, "parallelism.data_parallel_replicate_degree", reason))
+        yield "parallelism.data_parallel_replicate_degree", reason
     method = config.parallelism.context_parallel_method
     if method != "ring" and "parallelism.context_parallel_rotate_method" in config.origins:
         reason = f'belongs to the ring; context_parallel_method is "{method}"'
-        found.append(mistake(config, "parallelism.context_parallel_rotate_method", reason))
+        yield "parallelism.context_parallel_rotate_method", reason
     if not re.fullmatch(r"op|[1-9]\d*", config.activation_checkpoint.selective_ac_option):
-        reason = 'expected a number of layers, as "2", or "op"'
-        found.append(mistake(config, "activation_checkpoint.selective_ac_option", reason))
+        yield "activation_checkpoint.selective_ac_option", 'expected a number of layers, as "2", or "op"'
     float8 = "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'
-        asked = {
-            f"{float8}.recipe_name": f"{float8}.recipe_name" in config.origins,
-            f"{float8}.emulate": config.quantize.linear.float8.emulate,
-        }  # filter_fqns may stand there for later
-        found += [mistake(config, key, reason) for key in asked if asked[key]]
+        if f"{float8}.recipe_name" in config.origins:  # filter_fqns may stand there for later
+            yield f"{float8}.recipe_name", reason
+        if config.quantize.linear.float8.emulate:
+            yield f"{float8}.emulate", reason
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
-        found.append(
-            mistake(config, "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out")
-        )
+        yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
     checkpoint = config.checkpoint
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
-        found.append(mistake(config, "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"))
+        yield "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         reason = "there are only weights in a folder of Hugging Face's (initial_load_in_hf)"
-        found.append(mistake(config, "checkpoint.initial_load_model_only", reason))
+        yield "checkpoint.initial_load_model_only", reason
     if checkpoint.last_save_in_hf and (not checkpoint.enable or checkpoint.load_only):
         reason = "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
-        found.append(mistake(config, "checkpoint.last_save_in_hf", reason))
+        yield "checkpoint.last_save_in_hf", reason
     if checkpoint.enable and checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
-        reason = "checkpoints keep float32; it is the precision of checkpoint.last_save_in_hf"
-        found.append(mistake(config, "checkpoint.export_dtype", reason))
+        yield "checkpoint.export_dtype", "checkpoints keep float32; it is the precision of checkpoint.last_save_in_hf"
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
-        found.append(mistake(config, "debug.deterministic_warn_only", "needs debug.deterministic = true"))
+        yield "debug.deterministic_warn_only", "needs debug.deterministic = true"
     profiling = config.profiling
     if profiling.profile_freq < profiling.profiler_active + profiling.profiler_warmup:
-        found.append(mistake(config, "profiling.profile_freq", "less than profiler_warmup + profiler_active"))
+        yield "profiling.profile_freq", "less than profiler_warmup + profiler_active"
     dump = Path(config.job.dump_folder)
-    for key in _FOLDERS_INSIDE:
-        table, _, name = key.partition(".")
-        folder = (dump / getattr(getattr(config, table), name)).resolve()
+    inside = {"checkpoint.folder": checkpoint.folder, "metrics.save_tb_folder": config.metrics.save_tb_folder}
+    inside |= {f"profiling.{name}": getattr(profiling, name) for name in _PROFILES}
+    for key, name in inside.items():
+        folder = (dump / name).resolve()
         if folder == dump.resolve() or not folder.is_relative_to(dump.resolve()):
-            found.append(mistake(config, key, f"must be a folder inside job.dump_folder = {dump}"))
-    return found
+            yield key, f"must be a folder inside job.dump_folder = {dump}"
 
 
-_FOLDERS_INSIDE = [
-    "checkpoint.folder",
-    "metrics.save_tb_folder",
-    "profiling.save_traces_folder",
-    "profiling.save_memory_snapshot_folder",
-]
+_PROFILES = ("save_traces_folder", "save_memory_snapshot_folder")

@@ -4,12 +4,12 @@ from typing import Any, NamedTuple
 
 
 class Unavailable(NamedTuple):
-    """A key of torchtitan v0.2 that does nothing here. `accepted` asks for nothing, so it passes; else `reason`."""
+    """A key of torchtitan v0.2 without effect here: `accepted` passes, since it asks for nothing; else `reason`."""
 
     accepted: Any
     reason: str
     only_with: tuple[str, ...] = ()
-    """Keys without which this one asks for nothing either, whatever its value: files list tables that are off."""
+    """If one of these keys is off, any value passes: files list tables that are off."""
 
 
 # Old name -> (key here, function of the value). A double negative gets a positive twin.
@@ -42,16 +42,10 @@ _VALIDATION = ("validation.enable",)
 
 # Values that torchtitan has for a key of ours, and that do not exist here -> why, or what does the same.
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
-    ("model.name", "deepseek_v3"): _EXPERTS,
-    ("model.name", "gpt_oss"): _EXPERTS,
-    ("model.name", "llama4"): _EXPERTS,
-    ("model.flavor", "debugmodel_flex_attn"): _MASK,
-    ("model.flavor", "debugmodel_varlen_attn"): _MASK,
-    ("model.flavor", "8B_flex"): _MASK,
-    ("model.flavor", "8B_varlen"): _MASK,
-    ("model.flavor", "debugmodel_moe"): _EXPERTS,
-    ("model.flavor", "30B-A3B"): _EXPERTS,
-    ("model.flavor", "235B-A22B"): _EXPERTS,
+    **{("model.name", name): _EXPERTS for name in ("deepseek_v3", "gpt_oss", "llama4")},
+    **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
+    **{("model.flavor", f"8B_{kind}"): _MASK for kind in ("flex", "varlen")},
+    **{("model.flavor", flavor): _EXPERTS for flavor in ("debugmodel_moe", "30B-A3B", "235B-A22B")},
     ("activation_checkpoint.mode", "memory_budget"): _BUDGET,
     ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
 }
@@ -115,40 +109,32 @@ _SHARD = "parallelism.data_parallel_shard_degree"
 _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _OFFLOAD = "training.enable_cpu_offload"
+_WEIGHTS_ALONE = f"{_OFFLOAD}: weights alone would have to come back for every update"
+_CP = "parallelism.context_parallel_degree"
+_ACCUMULATION = "training.global_batch_size, from which accumulation steps follow"
 
 # Keys of other systems, by their last name -> what to write here.
 FOREIGN: dict[str, str] = {
-    # accelerate
+    # DDP, FSDP, HSDP
     "dp_replicate_size": _REPLICATE,
     "dp_shard_size": _SHARD,
-    "tp_size": "parallelism.tensor_parallel_degree",
-    "cp_size": "parallelism.context_parallel_degree",
-    "pp_size": "parallelism.pipeline_parallel_degree",
-    # axolotl
-    "tensor_parallel_size": "parallelism.tensor_parallel_degree",
-    "context_parallel_size": "parallelism.context_parallel_degree",
-    "sequence_parallel_degree": "parallelism.context_parallel_degree",
-    # Fast-LLM
-    "tensor_parallel": "parallelism.tensor_parallel_degree",
-    "pipeline_parallel": "parallelism.pipeline_parallel_degree",
-    "sequence_data_parallel": "parallelism.context_parallel_degree",
+    **dict.fromkeys(("fsdp_sharding_strategy", "sharding_strategy"), f"{_SHARD}, {_REPLICATE} and {_RESHARD}"),
+    "zero_stage": f'{_RESHARD}: "never" for stages 1 and 2, "always" for stage 3',
+    **dict.fromkeys(("fsdp_backward_prefetch", "fsdp_forward_prefetch"), "parallelism.fsdp_prefetch_layers"),
+    # other axes
+    **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
     "sequence_tensor_parallel": "parallelism.sequence_parallel",
+    **dict.fromkeys(("cp_size", "context_parallel_size", "sequence_parallel_degree", "sequence_data_parallel"), _CP),
+    "micro_batch_splits": f"{_CP}, which splits sequences",
+    **dict.fromkeys(("pp_size", "pipeline_parallel"), "parallelism.pipeline_parallel_degree"),
     "pipeline_first": "parallelism.pipeline_first",
     "breadth_first_micro_batches": 'parallelism.pipeline_parallel_schedule = "LoopedBFS"',
-    "depth_first_micro_batches": "training.global_batch_size, from which accumulation steps follow",
-    "micro_batch_splits": "parallelism.context_parallel_degree, which splits sequences",
-    "zero_stage": f'{_RESHARD}: "never" for stages 1 and 2, "always" for stage 3',
-    # FSDP1
-    "fsdp_sharding_strategy": f"{_SHARD}, {_REPLICATE} and {_RESHARD}",
-    "sharding_strategy": f"{_SHARD}, {_REPLICATE} and {_RESHARD}",
+    # batch, precision, memory
+    **dict.fromkeys(("depth_first_micro_batches", "gradient_accumulation_steps"), _ACCUMULATION),
     "mixed_precision": "training.mixed_precision_param",
-    "fsdp_offload_params": f"{_OFFLOAD}: weights alone would have to come back for every update",
-    "offload_param": f"{_OFFLOAD}: weights alone would have to come back for every update",
-    "offload_optimizer": f"{_OFFLOAD}, which keeps weights, gradients and optimizer together on the host",
     "cpu_offload": _OFFLOAD,
-    "fsdp_backward_prefetch": "parallelism.fsdp_prefetch_layers",
-    "fsdp_forward_prefetch": "parallelism.fsdp_prefetch_layers",
-    "gradient_accumulation_steps": "training.global_batch_size, from which accumulation steps follow",
+    **dict.fromkeys(("fsdp_offload_params", "offload_param"), _WEIGHTS_ALONE),
+    "offload_optimizer": f"{_OFFLOAD}, which keeps weights, gradients and optimizer together on the host",
 }
 
 # Values of such keys -> the settings that do the same.

@@ -15,9 +15,9 @@ class Job:
     config_file: str | None = None
     """TOML job file; relative to the current folder."""
     dump_folder: Name = "./outputs"
-    """Everything that a run writes goes into this folder; with checkpoints, a second run in it continues the first."""
+    """Folder of everything that a run writes; with checkpoints, a second run in the same folder continues the first."""
     description: str = "default job"
-    """A line for people, kept in run.json."""
+    """One line that describes the run, kept in run.json."""
     print_config: bool = False
     """Print the resolved job file at start."""
 
@@ -27,12 +27,12 @@ class Metrics:
     """What is logged, and where to. metrics.jsonl, run.json and loss.png are always written."""
 
     log_freq: Positive = 10
-    """Log every so many steps; between them the host never waits for the device."""
+    """Steps between two logged steps; in between the host never waits for the device."""
     dynamics_freq: NonNegative = 0
-    """Every so many steps, log norms of each layer's gradient, weights and update, and its largest attention logit
-    (docs/dynamics.md); 0 for never."""
+    """Steps between two logs of each layer's dynamics (docs/dynamics.md): norms of gradient, weights and update, and
+    the largest attention logit; 0 for never."""
     color_printing: bool = True
-    """Colours on the console, where it is a terminal."""
+    """Colours, if the console is a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: Name = "tb"
@@ -50,11 +50,11 @@ class Profiling:
     save_traces_folder: Name = "profile_traces"
     """Folder of the traces, inside dump_folder."""
     profile_freq: Positive = 10
-    """A trace every so many steps."""
+    """Steps between two traces."""
     profiler_active: Positive = 1
     """Steps recorded in each trace."""
     profiler_warmup: NonNegative = 3
-    """Steps of each cycle that warm the profiler up and are discarded."""
+    """Warm-up steps of the profiler before each trace; their records are discarded."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
     save_memory_snapshot_folder: Name = "memory_snapshot"
@@ -70,19 +70,19 @@ class Checkpoint:
     folder: Name = "checkpoint"
     """Folder of the checkpoints, inside dump_folder."""
     interval: Positive = 500
-    """Save every so many steps, and at the last."""
+    """Steps between two checkpoints; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async: training goes on once its tensors are copied to host memory; a thread writes and publishes the copy."""
+    """async: training goes on once the tensors are copied to host memory; a thread writes and publishes the copy."""
     initial_load_path: Name | None = None
-    """Start from this checkpoint (a step-N folder, or a folder of them) when the run has none of its own."""
+    """Start from this checkpoint (a step-N folder, or a folder of them) if the run has no checkpoint of its own."""
     initial_load_model_only: bool = True
-    """From initial_load_path take the weights only; the rest starts anew at step 0."""
+    """Take only the weights from initial_load_path; optimizer, data and step start anew."""
     initial_load_in_hf: bool = False
-    """initial_load_path is a folder of Hugging Face's: safetensors, and config.json."""
+    """initial_load_path is a Hugging Face folder: safetensors and config.json."""
     last_save_model_only: bool = False
     """The checkpoint of the last step holds only weights; such a run cannot be continued."""
     last_save_in_hf: bool = False
-    """After the last step, write the weights for Hugging Face too: dump_folder/hugging_face."""
+    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10
@@ -90,8 +90,8 @@ class Checkpoint:
     load_step: Annotated[int, Ge(-1)] = -1
     """Resume from this step; -1 takes the newest that verifies."""
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
-    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and so the rate)."""
+    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and thus the rate)."""
     enable_first_step_checkpoint: bool = False
-    """Save step 1 too, to find out early that saving works."""
+    """Also save step 1, to find out early that saving works."""
     load_only: bool = False
     """Load as configured but never save."""

@@ -23,11 +23,11 @@ class Model:
     flavor: Name = "debug"
     """A named size of that model."""
     attention_kernel: Name = "auto"
-    """How attention is computed, by the names of KERNELS in models/attention.py; auto takes the fastest."""
+    """A name of KERNELS in models/attention.py; auto takes the fastest."""
     hf_assets_path: Name = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
-    """Tables whose conversion the model gets."""
+    """Conversions of the model, by the tables that configure them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Optimizer:
     """The update of weights: Adam with or without decoupled weight decay (arXiv:1412.6980, arXiv:1711.05101)."""
 
     name: Literal["AdamW", "Adam"] = "AdamW"
-    """AdamW decays weights by themselves, Adam through the gradient."""
+    """AdamW decays the weights directly, Adam through the gradient."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
     beta1: Beta = 0.9
@@ -62,27 +62,27 @@ class LRScheduler:
     """Warm-up, stable, decay (arXiv:2404.06395)."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0, which may be more than the run has; if unset, no more than the schedule has."""
+    """Steps of linear warm-up from 0; a run may end within them. If unset, at most the schedule's length."""
     total_steps: Positive | None = None
     """Length of the schedule; training.steps if unset."""
     decay_ratio: Fraction | None = None
-    """Part of total_steps that decays, at most all after the warm-up, which is also what unset means."""
+    """Fraction of total_steps over which the rate decays. If unset, or too large: all steps after the warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
-    """The decay ends at this factor of lr."""
+    """The decay ends at this fraction of lr."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoader:
-    """How batches are brought to the loop; never changes which."""
+    """How batches are loaded; never changes which batches."""
 
     num_workers: NonNegative = 0
     """Loader processes a rank; 0 loads in the rank itself."""
     persistent_workers: bool = False
     """Keep the workers between epochs (needs num_workers of 1 or more)."""
     pin_memory: bool = False
-    """Page-locked buffers, for copies to CUDA that don't wait."""
+    """Page-locked buffers, so that copies to CUDA do not block."""
     prefetch_factor: Positive | None = None
     """Batches that each worker prepares ahead (needs num_workers of 1 or more)."""
 
@@ -92,32 +92,32 @@ class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: Name = "kjv"
-    """kjv, which is bundled, or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
-    "org/name:config", "org/name:config@revision"; dataset_path goes before it."""
+    """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
+    "org/name:config", "org/name:config@revision". Ignored where dataset_path is set."""
     dataset_path: Name | None = None
     """Your own data: a .txt, .jsonl or .parquet file, a folder or a glob of them."""
     dataset_streaming: bool = False
-    """Tokenize dataset_path, a folder as on the hub, while training goes on and not before; sequences then come in the
-    order of the text. A dataset of the hub always is."""
+    """Tokenize dataset_path (a folder laid out as on the hub) during training instead of before it; sequences then keep
+    the order of the text. Datasets of the hub are always streamed."""
     dataset_text_field: Name = "text"
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"
-    """On a record that cannot be read: stop, or skip it and count."""
+    """A record that cannot be read stops the run, or is skipped and counted."""
     dataset_cache: Name = ".cache/tokens"
     """Folder of the tokenized data, shared by runs; relative to the repository."""
     local_batch_size: Positive = 8
-    """Sequences of one accumulation step on one rank: one forward and backward."""
+    """Sequences of one accumulation step (one forward and backward) on one rank."""
     global_batch_size: Literal[-1] | Positive = -1
-    """Sequences of one optimizer step over all ranks, in as many accumulation steps as that takes; -1 means one:
-    local_batch_size on every rank."""
+    """Sequences of one optimizer step over all ranks; accumulation steps follow from it. -1: one accumulation step,
+    so local_batch_size on every rank."""
     seq_len: Positive = 2048
     """Tokens of one sequence."""
     document_mask: bool = False
-    """Documents packed into one sequence don't see each other, and positions restart at each."""
+    """Attention stays inside each document of a packed sequence, and positions restart at each document."""
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     max_nonfinite_steps: Positive = 10
-    """Stop, at a logged step, when this many in a row were skipped because the gradient was not finite."""
+    """Stop after this many consecutive steps without a finite gradient; checked at logged steps."""
     steps: Positive = 10000
     """Optimizer steps of the run."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
@@ -125,11 +125,11 @@ class Training:
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Precision of gradient reduction."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """torch.set_float32_matmul_precision: what a float32 product may be computed in."""
+    """torch.set_float32_matmul_precision: the precision in which float32 products may be computed."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer on the host; a layer's weights are on the device while it computes."""
+    """Keep weights, gradients and optimizer state in host memory; a layer's weights are copied in while it computes."""
     gc_freq: Positive = 50
-    """Collect Python garbage every so many steps, and never in between."""
+    """Steps between two Python garbage collections; none happens in between."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Loader processes and buffers."""
 
@@ -139,64 +139,64 @@ class Parallelism:
     """The layout: sizes of the mesh dimensions. Their product is the number of ranks."""
 
     data_parallel_replicate_degree: Literal[-1] | Positive = 1
-    """Replicas of the model (DDP; HSDP together with the shard degree); -1 takes the ranks that are left."""
+    """Replicas of the model (DDP; with a shard degree, HSDP); -1 takes the ranks that are left."""
     data_parallel_shard_degree: Literal[-1] | Positive = -1
-    """Ranks that share one copy of weights, gradients and optimizer (FSDP); -1 takes the ranks that are left."""
+    """Ranks that share one copy of weights, gradients and optimizer state (FSDP); -1 takes the ranks that are left."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered weights after forward: always (ZeRO-3), never (ZeRO-2); default frees all but the head, none in a
-    pipeline."""
+    """Whether gathered weights are freed after forward: always (ZeRO-3) or never (ZeRO-2). default: never in a
+    pipeline, otherwise always except for the head."""
     fsdp_prefetch_layers: Positive = 1
-    """Layers whose weights are gathered ahead of the one that computes; each one ahead takes its memory."""
+    """Layers whose weights are gathered ahead of the computing layer; each costs the memory of its weights."""
     tensor_parallel_degree: Positive = 1
-    """Ranks that split each matrix."""
+    """Ranks that split each weight matrix."""
     sequence_parallel: bool = True
-    """With tensor parallel: what is between the matrices is split along the sequence, not repeated on each rank."""
+    """With tensor parallel: activations between the matrices are split along the sequence instead of replicated."""
     loss_parallel: bool = True
-    """With tensor parallel: logits stay split by vocabulary, and so does the loss."""
+    """With tensor parallel: logits stay split by vocabulary, and the loss is computed on the split logits."""
     enable_async_tensor_parallel: bool = False
-    """Tensor parallel's messages travel while its products are computed, piece by piece; needs CUDA and compile."""
+    """Overlap tensor parallel's communication with its matrix products, piece by piece; needs CUDA and compile."""
     context_parallel_degree: Positive = 1
     """Ranks that split each sequence."""
     context_parallel_method: Literal["ring", "allgather_kv", "ulysses"] = "ring"
-    """ring: torch's ring attention; allgather_kv: keys and values are gathered; ulysses: heads are exchanged."""
+    """ring: torch's ring attention; allgather_kv: all-gather of keys and values; ulysses: all-to-all of heads."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values of the ring travel: gathered once, or from neighbour to neighbour."""
+    """How the ring moves keys and values: one all-gather, or from neighbour to neighbour."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """headtail: a rank takes a piece of the sequence's head and one of its tail, so that all have as much attention."""
+    """headtail: each rank takes a piece of the sequence's head and one of its tail, for equal attention work."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
     """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
     pipeline_parallel_microbatch_size: Positive = 1
-    """Sequences of one micro-batch, which a stage runs at a time; local_batch_size is a multiple."""
+    """Sequences of one micro-batch, the unit that a stage runs; local_batch_size must be a multiple."""
     pipeline_parallel_layers_per_stage: Positive | None = None
-    """Layers of one stage at the most; if unset, a rank has one stage, or two where the schedule wants more."""
+    """Maximum layers of a stage. If unset, a rank has one stage, or two where the schedule needs several."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """So many layers fewer in the first stage, which has the embedding."""
+    """Layers that the first stage has fewer than others, since it has the embedding."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """So many layers fewer in the last stage, which has the head."""
+    """Layers that the last stage has fewer than others, since it has the head."""
     pipeline_first: bool = False
-    """Stages of one pipeline are on neighbouring ranks, with data parallel outermost; else the other way round."""
+    """true: a pipeline's stages are on neighbouring ranks, data parallel is outermost; false: pipeline is outermost."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """The modules of each stage by name (tok_embeddings, layers.N, norm, output), in place of the automatic split."""
+    """Names of the modules of each stage (tok_embeddings, layers.N, norm, output), instead of the automatic split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """What forward leaves for backward is computed again instead; never changes the numbers."""
+    """Recompute activations in backward instead of keeping them; never changes the numbers."""
 
     mode: Literal["none", "full", "selective"] = "none"
-    """full: every layer; selective: what selective_ac_option says."""
+    """full: recompute every layer; selective: as selective_ac_option says."""
     selective_ac_option: str = "2"
-    """With mode = "selective": every so many layers, or "op" for the cheap operations of every layer."""
+    """With mode = "selective": "N" for every N-th layer, or "op" for the cheap operations of every layer."""
     preserve_rng_state: bool = True
-    """Random numbers are the same when a layer is computed again; no model here draws any."""
+    """Recompute with the same random numbers; no model here draws any."""
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes of what is computed again with the first time's."""
+    """Compare the shapes of recomputed tensors with those of the first time."""
     early_stop: bool = False
-    """Stop computing a layer again once all that backward needs is there."""
+    """Stop recomputing a layer once backward has all that it needs."""
     debug: bool = False
-    """Keep a log of operations for the error message when they differ; slow."""
+    """Log operations, for the error message when the recomputed ones differ; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +206,7 @@ class Compile:
     enable: bool = False
     """Compile the components."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """model: each layer; loss: what follows the head's product."""
+    """model: each layer; loss: all that follows the head's matrix product."""
     backend: Name = "inductor"
     """A backend of torch.compile, as torch.compiler.list_backends() names them."""
 
@@ -216,16 +216,16 @@ class Float8:
     """Matrix products of the layers in 8 bits, by torchao; with model.converters = ["quantize.linear.float8"]."""
 
     recipe_name: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
-    """What shares a scale. Only the default's scales do not depend on the layout."""
+    """Which values share a scale. Only the default's scales do not depend on the layout."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Modules with one of these in their names are left as they are; the head always is."""
+    """Modules with one of these strings in their names are not converted; the head never is."""
     emulate: bool = False
-    """Compute in high precision what 8 bits would give: for devices without float8, to try it out."""
+    """Emulate float8 in high precision, to try it on devices without float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearQuantization:
-    """Of matrix products."""
+    """Low precision of linear modules."""
 
     float8: Float8 = field(default_factory=Float8)
     """Settings of quantize.linear.float8."""
@@ -236,7 +236,7 @@ class Quantize:
     """Low precision."""
 
     linear: LinearQuantization = field(default_factory=LinearQuantization)
-    """Of linear modules."""
+    """Settings of quantize.linear."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,19 +244,19 @@ class Validation:
     """Loss on text that is not trained on."""
 
     enable: bool = False
-    """Validate; without a dataset_path of its own, part of the training data is held out."""
+    """Validate; unless validation.dataset_path is set, part of the training data is held out."""
     dataset_path: Name | None = None
-    """Validation data of its own, in any form that training.dataset_path takes."""
+    """Separate validation data, in any form that training.dataset_path takes."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
-    """Part of the training data's tokens held out, in blocks spread over the text."""
+    """Fraction of the training data's tokens that is held out, in blocks spread over the text."""
     local_batch_size: Positive | None = None
-    """Sequences of one forward on one rank; training's if unset. Never changes which are validated."""
+    """Sequences of one forward on one rank; training's if unset. Never changes which sequences are validated."""
     seq_len: Positive | None = None
     """Tokens of one sequence; training's if unset."""
     freq: Positive = 10
-    """Validate every so many steps, and at the last."""
+    """Steps between two validations; the last step is always validated."""
     steps: Literal[-1] | Positive = -1
-    """Global batches of training that one validation is on, from the first sequence on; -1 takes all the data."""
+    """Length of a validation in global batches of training, from the first sequence on; -1 takes all the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,11 +264,11 @@ class Comm:
     """Process groups."""
 
     mode: Literal["default", "fake_backend"] = "default"
-    """fake_backend: a dry run of one step, of any number of ranks in one process (docs/dry_run.md)."""
+    """fake_backend: a dry run of one step, for any number of ranks, in one process (docs/dry_run.md)."""
     init_timeout_seconds: Positive = 300
-    """How long a collective may wait until the first step is done."""
+    """Timeout of a collective until the first step is done."""
     train_timeout_seconds: Positive = 100
-    """How long a collective may wait after that."""
+    """Timeout of a collective after the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,11 +276,11 @@ class Debug:
     """Repeatability."""
 
     seed: NonNegative = 0
-    """Decides weights at step 0 and the data order; a different seed is a different run."""
+    """Seed of the weights at step 0 and of the data order; a different seed is a different run."""
     deterministic: bool = False
-    """Deterministic kernels only: the same layout gives the same bits. An op that has none raises."""
+    """Deterministic kernels only: the same layout gives the same bits. An op without such a kernel raises."""
     deterministic_warn_only: bool = False
-    """With deterministic: warn about an op that has no deterministic kernel."""
+    """With deterministic: an op without a deterministic kernel warns instead."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,9 @@
-"""From text files to batches: sources.py reads documents, cache.py tokenizes them once, packed.py cuts sequences,
-datasets.py takes the parts that a job asks for, order.py says which sequence comes when, loader.py makes batches.
+"""From text files to batches: sources.py reads documents, cache.py tokenizes them once, packed.py cuts sequences and
+takes the parts that a job asks for, order.py says which sequence comes when, loader.py makes batches.
 stream.py and writer.py read and tokenize what is not tokenized before; hub.py asks the Hugging Face hub.
-
-    python -m components.data prepare --job.config_file recipes/llama_debug.toml
-    python -m components.data fetch org/name --kind dataset
 """
 
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare
-from components.data.datasets import build_datasets
-from components.data.packed import PackedSequences
+from components.data.packed import PackedSequences, build_datasets
 
 __all__ = ["DataSpec", "PackedSequences", "TokenCache", "build_datasets", "data_spec", "prepare"]

@@ -12,10 +12,7 @@ from components.launch.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:
-    """Make the token caches of training and validation data, where they are not there yet. Raises ConfigError.
-
-    Of a stream only the first document is read.
-    """
+    """Make missing token caches of training and validation data; check a stream's first document."""
     if is_stream(config.training):
         check_stream(config)
     else:

@@ -1,4 +1,4 @@
-"""Text tokenized once, in parallel, into a memory-mapped cache that is found again by content and tokenizer.
+"""Text is tokenized once, in parallel, into a memory-mapped cache. Its key: a hash of the content and the tokenizer.
 
 <cache_folder>/<key>/tokens.bin      token ids, uint16 or uint32
                      documents.bin   where each document ends, int64
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from filelock import FileLock
@@ -27,13 +27,14 @@ from tqdm import tqdm
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.tokenizer import fingerprint, load_tokenizer
+from components.files import digest, read_json, read_json_if_whole, replace, sync, write_json
+from components.launch.process import cores
 
-_CHUNK = 1 << 16  # characters a worker gets at a time; also bounds what the tokenizer has to merge at once
-_FORMAT = "2"  # part of the key: another way to cut or store is another cache
-
+_CHUNK = 1 << 16  # characters that a worker gets at a time; this also bounds what the tokenizer merges at once
+_FORMAT = "2"  # part of the key: changes with the way in which text is cut or tokens are stored
 
 Documents = Iterable[tuple[str | BadRecord, Any]]
-"""Each with where its source stands behind it, for sources that can go on from there."""
+"""Each document with the position of its source after it, for sources that can continue from a position."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +49,11 @@ class DataSpec:
 
 
 class TokenCache:
-    """A finished cache, opened: tokens are read from disk as they are asked for.
-
-    Raises:
-        ConfigError: a file has not the size that it was written with.
-    """
+    """A finished cache; tokens are read from disk on access. Raises ConfigError if a file has changed its size."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = json.loads((folder / "index.json").read_text())
+        index = read_json(folder / "index.json")
         token_size = np.dtype(index["dtype"]).itemsize
         for name, size in (("tokens.bin", token_size * index["tokens"]), ("documents.bin", 8 * index["documents"])):
             if (found := (folder / name).stat().st_size) != size:
@@ -67,16 +64,12 @@ class TokenCache:
         self.document_ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
 
     def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
-        """Another process opens the files itself; a memory map would be sent with all that is in it."""
+        """Another process opens the files itself: pickling a memory map would copy its content."""
         return TokenCache, (self.folder,)
 
 
 def data_spec(training: Training, tokenizer_path: str, path: str | None = None) -> DataSpec:
-    """The spec of the training data, or of data at another path that is read in the same way.
-
-    Raises:
-        ConfigError: training.dataset is not registered.
-    """
+    """The spec of the training data, or of data at another path. Raises ConfigError for an unknown dataset."""
     path = path or training.dataset_path
     if path is None:
         if training.dataset not in REGISTERED:
@@ -88,17 +81,16 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
 
 
 def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
-    """The cache of this data: opened if it is there, else made by `workers` processes (as many as there are cores).
+    """The cache of this data: opened if it exists, else made by `workers` processes (default: one a core).
 
-    Raises:
-        ConfigError: there is no data, a record cannot be read and is not to be skipped, or the cache cannot be written.
+    Raises ConfigError if there is no data, a record cannot be read nor skipped, or the cache cannot be written.
     """
     try:
         files = find_files(spec.path)
         spec.cache_folder.mkdir(parents=True, exist_ok=True)
         key = _key(spec, files)
         folder = spec.cache_folder / key
-        # A cache that is there is only read: it may be on a read-only disk, or another one may be in the making.
+        # An existing cache is used without the lock: the disk may be read-only, or another cache in the making.
         if not (folder / "index.json").exists():
             with FileLock(spec.cache_folder / f".{key}.lock"):
                 if not (folder / "index.json").exists():
@@ -109,7 +101,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
 
 
 def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
-    """Make the cache beside its place, and move it there when it is whole."""
+    """Make the cache in a staging folder, and rename the folder when it is complete."""
     staging = folder.with_name(f".staging-{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
@@ -124,47 +116,32 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
 
 
 def _key(spec: DataSpec, files: list[Path]) -> str:
-    """Hash of contents, in order, and of all that decides how they become tokens."""
-    digest = how_tokenized(spec)
+    """Hash of the files' contents, in order, and of how_tokenized."""
+    key = how_tokenized(spec)
     for file, content in zip(files, _hashes(spec.cache_folder, files)):
-        digest.update(f"{file.suffix}:{content}\0".encode())
-    return digest.hexdigest()
+        key.update(f"{file.suffix}:{content}\0".encode())
+    return key.hexdigest()
 
 
 def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
-    """Hash of what decides how documents become tokens."""
+    """Hash of all settings that decide how documents become tokens."""
     parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path))
     return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
 
 
 def _hashes(cache_folder: Path, files: list[Path]) -> list[str]:
-    """Each file's hash. One that has not changed since it was last hashed is not read again."""
+    """Each file's hash; unchanged files are not read again."""
     memory_file = cache_folder / "hashes.json"
     states = [file.stat() for file in files]
-    # A copy may keep size and time of writing; the time of change (ctime) nobody can set.
-    names = [
-        f"{file.resolve()}:{state.st_size}:{state.st_mtime_ns}:{state.st_ctime_ns}"
-        for file, state in zip(files, states)
-    ]
-    memory = _read_memory(memory_file)
+    # A copy may keep size and mtime; ctime cannot be set.
+    names = [f"{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
+    memory = read_json_if_whole(memory_file)
     if not memory.keys() >= set(names):
         with FileLock(cache_folder / ".hashes.lock"):
-            memory = _read_memory(memory_file)
-            for name, file in zip(names, files):
-                if name not in memory:
-                    with file.open("rb") as content:
-                        memory[name] = hashlib.file_digest(content, hashlib.blake2b).hexdigest()
-            partial = memory_file.with_suffix(".partial")
-            partial.write_text(json.dumps(memory))
-            partial.replace(memory_file)
+            memory = read_json_if_whole(memory_file)
+            memory |= {name: digest(file)[1] for name, file in zip(names, files) if name not in memory}
+            replace(memory_file, json.dumps(memory))
     return [memory[name] for name in names]
-
-
-def _read_memory(file: Path) -> dict[str, str]:
-    try:
-        return json.loads(file.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
 
 
 def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
@@ -182,13 +159,10 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
             bar.update(read_bytes)
             if is_end:
                 ends.append(total)
-        flush(tokens)
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    with (folder / "documents.bin").open("wb") as file:
-        file.write(np.asarray(ends, dtype=np.int64).tobytes())
-        flush(file)
+    (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
     index = {
         "key": key,
         "dtype": dtype.name,
@@ -198,9 +172,9 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
         "skipped_records": bad,
         "sources": [str(file) for file in files],
     }
-    with (folder / "index.json").open("wb") as file:
-        file.write(json.dumps(index, indent=1).encode())
-        flush(file)
+    write_json(folder / "index.json", index)
+    for file in folder.iterdir():
+        sync(file)
     print(
         f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
         f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
@@ -216,12 +190,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def tokenized(
     documents: Documents, spec: DataSpec, dtype: np.dtype, workers: int, bad: list[str]
 ) -> Iterator[tuple[bytes, bool, int, Any]]:
-    """(tokens, whether a document ends with them, bytes of text, where the source stands), in order.
+    """Chunks in order: (tokens, whether a document ends with them, bytes of text, position of the source).
 
-    `workers` processes are a few chunks ahead of what is taken. Raises ConfigError for a record that cannot be read,
-    unless it is to be skipped: then its reason is added to `bad`.
+    `workers` processes run a few chunks ahead of the reader. Raises ConfigError for a record that cannot be read; with
+    spec.skip_errors the reason is added to `bad` instead.
     """
-    # Spawned workers import no more than they need and inherit no lock, thread or signal handler.
+    # Spawned workers import only what they need and inherit no lock, thread or signal handler.
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, dtype.str)
     )
@@ -237,7 +211,7 @@ def tokenized(
 
 
 def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
-    """(text, starts a document, ends one, place): documents cut at white space where there is some; no empty ones."""
+    """(text, starts a document, ends one, position): documents, cut at white space if possible; empty ones left out."""
     for document, place in documents:
         if isinstance(document, BadRecord):
             if not spec.skip_errors:
@@ -252,7 +226,7 @@ def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tu
 
 
 def _cut(document: str, start: int) -> int:
-    """Where the chunk that begins at start ends: before a space after a word, which no token spans, if there is one."""
+    """The end of the chunk that begins at start: if possible at a space after a word, since no token spans that."""
     last = start + _CHUNK
     if last >= len(document):
         return len(document)
@@ -261,14 +235,14 @@ def _cut(document: str, start: int) -> int:
 
 
 def _start_worker(tokenizer_path: str, dtype: str) -> None:
-    # Ctrl-C is the parent's to handle.
+    # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker["tokenizer"], _worker["dtype"] = load_tokenizer(tokenizer_path), dtype
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """Otherwise a worker whose parent was killed would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -279,7 +253,7 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 
 
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
-    """Token ids as bytes, between the tokenizer's first token and its last where a document starts and ends."""
+    """Token ids as bytes, with the tokenizer's first token at a document's start and its last token at the end."""
     tokenizer = _worker["tokenizer"]
     ids = tokenizer.encode(text)
     if is_start and tokenizer.bos_id is not None:
@@ -287,12 +261,3 @@ def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
     if is_end and tokenizer.eos_id is not None:
         ids.append(tokenizer.eos_id)
     return np.asarray(ids, dtype=_worker["dtype"]).tobytes()
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

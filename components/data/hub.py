@@ -1,7 +1,4 @@
-"""The Hugging Face hub: which revision of a repository is meant, and its files brought into a folder.
-
-huggingface_hub is imported where it is used: most runs never ask the hub.
-"""
+"""The Hugging Face hub: resolving revisions and fetching files. huggingface_hub is imported only where it is used."""
 
 import errno
 from collections.abc import Iterator
@@ -21,7 +18,7 @@ _PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
 
 @contextmanager
 def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[None]:
-    """What goes wrong in asking the hub becomes a ConfigError of one line, with a remedy for where no network is."""
+    """Turns errors of the hub into a ConfigError of one line; `remedy` is added if the hub cannot be reached."""
     from huggingface_hub import errors
 
     try:
@@ -48,7 +45,7 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
         full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
         raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
     except Exception as error:
-        # What carries the library's requests, and with it the type of a failed connection, changes between versions.
+        # The library's transport, and thus the type of a connection error, changes between its versions.
         if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
@@ -63,7 +60,7 @@ def _page(repository: str, kind: Kind) -> str:
 
 
 def dataset_revision(repository: str, revision: str | None) -> str:
-    """The commit that a branch, tag or commit of a dataset is (main if None). Raises ConfigError."""
+    """The commit of a dataset's branch, tag or commit (default: main). Raises ConfigError."""
     from huggingface_hub import HfApi
 
     remedy = (
@@ -73,17 +70,15 @@ def dataset_revision(repository: str, revision: str | None) -> str:
     with hub_errors(repository, "dataset", remedy=remedy):
         api = HfApi()
         info = api.dataset_info(repository, revision=revision)
-        api.auth_check(repository, repo_type="dataset")  # a gated one tells about itself, but gives no files
+        api.auth_check(repository, repo_type="dataset")  # a gated dataset has public information, but no public files
         return str(info.sha)
 
 
 def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, into: Path | None) -> None:
-    """Bring files of a repository into a folder (assets/<its name> if None) and say which key wants them.
+    """Download files of a repository into a folder (default: assets/<its name>) and print the keys to set.
 
-    `only` has names of parts (tokenizer, weights, all) or globs of files. What was interrupted goes on where it was.
-
-    Raises:
-        ConfigError: the hub cannot be reached or has no such thing, or the files cannot be written.
+    `only`: names of parts (tokenizer, weights, all) or globs of files. An interrupted download is continued. Raises
+    ConfigError if the hub cannot be reached or has no such files, or if they cannot be written.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -108,10 +103,10 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
 
 
 def _wanted(there: list[str], kind: Kind, only: list[str]) -> list[str]:
-    """Those of a repository's files that are asked for; of a model, tokenizer and weights if nothing is."""
+    """The files that `only` selects; default: tokenizer and weights of a model, all of a dataset."""
     if "all" in only or not only:
         only = ["tokenizer", "weights"] if kind == "model" else ["*"]
     patterns = [pattern for name in only for pattern in _PARTS.get(name, [name])]
-    if "tokenizer.json" in there:  # then tokenizer.model may be of another kind, which is not read here
+    if "tokenizer.json" in there:  # tokenizer.model may then be of a kind that is not read here
         patterns = [pattern for pattern in patterns if pattern != "tokenizer.model"]
     return [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -20,14 +20,11 @@ from components.config import ConfigError, DataLoader
 from components.data.packed import PackedSequences
 
 IGNORED = -100
-"""A label that does not count."""
+"""A label without loss: padding."""
 
 
 class _Batches(Dataset):
-    """Makes the batch {tokens, labels, positions}, each (B, S) int64, of a list of sequence numbers.
-
-    With document_mask there are document_ids too, and positions restart at each document.
-    """
+    """The batch of a list of sequence numbers, as build_loader describes it."""
 
     def __init__(self, sequences: PackedSequences, document_mask: bool) -> None:
         self.sequences, self.document_mask = sequences, document_mask
@@ -47,8 +44,8 @@ class _Batches(Dataset):
 class Order(Sampler):
     """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
 
-    Of each step's global batch a rank takes its contiguous share, one local batch after another. The position in the
-    order is all the state that there is: so the number of workers and of ranks may change at any step.
+    A rank takes a contiguous share of each global batch, one local batch after another. The position in the order is
+    the only state, so the numbers of workers and of ranks may change at any step.
     """
 
     sequences: PackedSequences
@@ -71,8 +68,8 @@ class Order(Sampler):
 
 
 def _start_worker(leaving: Any, worker_id: int) -> None:
-    # Signals reach the whole process group: a rank that saves before it stops still needs its workers. Only when the
-    # rank's interpreter ends does it mean SIGTERM, and waits for them.
+    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. They obey
+    # SIGTERM only when the rank's interpreter ends and waits for them.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
@@ -83,7 +80,7 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
         yield from loader
     except (ConnectionError, EOFError) as error:
         raise RuntimeError("a DataLoader worker is gone: killed, or out of memory") from error
-    except ConfigError as error:  # a worker's comes with its traceback in front
+    except ConfigError as error:  # torch puts the worker's traceback in front of the message
         raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from None
 
 
@@ -92,8 +89,8 @@ def build_loader(
 ) -> Iterator[dict[str, Tensor]]:
     """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask there are document_ids too, and positions restart at each document. A worker that dies is a
-    RuntimeError.
+    With document_mask a batch also has document_ids, and positions restart at each document. Raises RuntimeError if a
+    worker dies.
     """
     config = config or DataLoader()
     context = multiprocessing.get_context("spawn")
@@ -109,10 +106,10 @@ def build_loader(
         persistent_workers=config.persistent_workers,
         pin_memory=config.pin_memory,
         prefetch_factor=config.prefetch_factor,
-        generator=torch.Generator(),  # or each start would draw from the global random state
+        generator=torch.Generator(),  # otherwise each start draws from the global random state
         worker_init_fn=partial(_start_worker, leaving),
-        # Forked workers deadlock where the parent has run multi-threaded operations; and SIGTERM to the process group
-        # would end a fork server, and with it the workers.
+        # Forked workers deadlock if the parent has run multi-threaded operations. A fork server would be ended by
+        # SIGTERM to the process group, and its workers with it.
         multiprocessing_context=context if config.num_workers else None,
     )
     return _batches(loader)
@@ -126,7 +123,7 @@ def validation_batches(
     max_sequences: int,
     document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Every sequence once over all ranks, in order; all ranks get as many batches, padded with ignored labels."""
+    """Every sequence once over all ranks, in order. All ranks get equally many batches; padding has ignored labels."""
     batches = _Batches(sequences, document_mask)
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):

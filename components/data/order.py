@@ -1,4 +1,4 @@
-"""The one global order of sequences: a seeded permutation for each epoch, computed rather than held."""
+"""The global order of sequences: a seeded permutation for each epoch, computed instead of stored."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _ROUNDS = 6
 
 
 def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndarray:
-    """Which sequence stands at each position (int64, from 0 on without end) of the global order.
+    """The sequence at each position (int64, from 0 on without end) of the global order.
 
-    Every epoch is a permutation of its own of range(num_sequences). Step t of a run with G sequences a step consumes
-    positions t G to (t + 1) G - 1, at any layout. A Feistel network permutes the next power of four and walks until
-    it is back in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Every epoch has its own permutation of range(num_sequences). Step t of a run with global batch G consumes positions
+    t G to (t + 1) G - 1, at any layout. A Feistel network permutes the next power of four, repeatedly until the result
+    is in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     positions = np.asarray(positions, dtype=np.int64)
     epochs, index = np.divmod(positions, num_sequences)
@@ -27,17 +27,14 @@ def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndar
 
 
 def data_order(data_key: str, config: JobConfig) -> dict[str, Any]:
-    """What decides which sequence comes when."""
+    """All that the order of sequences depends on."""
     return {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
 
 
 def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_size: int) -> None:
-    """Whether a run goes on in the order that its checkpoint was in: both by what train.py's Run.state gives.
+    """Raises ConfigError with all differences if the checkpoint's data order is not the run's; both from Run.state.
 
-    global_batch_size: as the job file has it, -1 where it follows from the layout.
-
-    Raises:
-        ConfigError: with all that differs.
+    global_batch_size: as in the job file; -1 if it follows from the layout.
     """
     order = now["data_order"]
     changed = [f"{key} was {was}, is {order[key]}" for key, was in saved["data_order"].items() if order[key] != was]

@@ -1,13 +1,14 @@
-"""Sequences of one length, cut from a token stream without gaps; and the part of the stream that is held out."""
+"""Sequences of one length, cut from a token stream without gaps; the part held out; and the two sets of a job."""
 
+import os
 from typing import Literal
 
 import numpy as np
 
-from components.config import ConfigError
-from components.data.cache import TokenCache
+from components.config import ConfigError, JobConfig, mistake
+from components.data.cache import TokenCache, data_spec, prepare
 from components.data.order import sequence_at
-from components.data.stream import StreamCache
+from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
 
@@ -20,13 +21,11 @@ def _too_few(num_tokens: int, what: str, seq_len: int) -> str:
 
 
 class PackedSequences:
-    """Windows of seq_len + 1 tokens, each beginning with the last token of the one before.
+    """Windows of seq_len + 1 tokens; each begins with the last token of the window before.
 
-    Held out is a block in each of equal periods, spread over the stream; what is trained on is the rest, joined. Both
-    are index arithmetic. How the stream is divided does not depend on seq_len.
-
-    Raises:
-        ConfigError: there is not enough text for one sequence.
+    The stream is divided into equal periods, and a block in each of them is held out; the training part is the rest,
+    joined. Both parts are index arithmetic and do not depend on seq_len. Raises ConfigError if the text does not fill
+    one sequence.
     """
 
     def __init__(
@@ -51,33 +50,32 @@ class PackedSequences:
 
     @property
     def _start(self) -> int:
-        """Where in each period its held-out block begins: in the middle."""
+        """Start of the held-out block within its period: the block is in the middle."""
         return (self._period - self._block) // 2
 
     def __len__(self) -> int:
         return self.num_sequences
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """The sequences that stand at these positions of the global order (int64, from 0 on without end)."""
+        """The sequences at these positions of the global order (int64, from 0 on without end)."""
         return sequence_at(positions, self.num_sequences, seed)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n, seq_len + 1) and document ids (n, seq_len) of n sequences, int64.
 
-        Ids count the documents that have begun since the sequence did; where two parts of the stream were joined, a
-        new document is taken to begin.
+        Ids number the documents of a sequence from 0 on. A join of two parts of the stream begins a new document.
         """
         within = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         places = self._places(within)
         tokens = self.cache.tokens[places].astype(np.int64)
         documents = np.searchsorted(self.cache.document_ends, places[:, :-1], side="right")
         joins = np.cumsum(np.diff(places[:, :-1], axis=1, prepend=places[:, :1]) > 1, axis=1)
-        # Both only grow along a sequence; a document that ends at a join is one change, not two.
+        # Both grow along a sequence; a document that ends at a join is one change, not two.
         changes = np.diff(documents + joins, axis=1, prepend=(documents + joins)[:, :1]) > 0
         return tokens, np.cumsum(changes, axis=1)
 
     def count_valid(self, indices: np.ndarray) -> int:
-        """Labels that count in these sequences: all of them."""
+        """Number of labels with loss in these sequences: all of them."""
         return len(indices) * self.seq_len
 
     def _places(self, positions: np.ndarray) -> np.ndarray:
@@ -92,9 +90,9 @@ class PackedSequences:
 
 
 class StreamedSequences(PackedSequences):
-    """Sequences of a stream, in its own order: how many there are is not known before it ends.
+    """Sequences of a stream, in the order of the stream; their number is unknown until the stream ends.
 
-    Sequence numbers go on without end; those after the last one begin again with the first.
+    Sequence numbers go on without end: after the last sequence comes the first again.
     """
 
     def __init__(self, cache: StreamCache, seq_len: int) -> None:
@@ -108,7 +106,7 @@ class StreamedSequences(PackedSequences):
         return np.asarray(positions, dtype=np.int64)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """As above, after waiting until their tokens are there. Raises what StreamCache.reach raises."""
+        """As above, after waiting for the tokens. Raises what StreamCache.reach raises."""
         self.cache.reach((int(np.max(indices)) + 1) * self.seq_len + 1)
         if self.cache.is_whole:
             num_sequences = (len(self.cache.tokens) - 1) // self.seq_len
@@ -116,3 +114,46 @@ class StreamedSequences(PackedSequences):
                 raise ConfigError(_too_few(len(self.cache.tokens), "training", self.seq_len))
             indices = np.asarray(indices) % num_sequences
         return super().get(indices)
+
+
+def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    """Training and validation sequences; validation has separate data or a held-out part.
+
+    Raises ConfigError if the tokenizer has more tokens than vocab_size, or if there is not enough text.
+    """
+    training, validation = config.training, config.validation
+    if is_stream(training):
+        return _streamed(config, vocab_size)
+    cache = prepare(data_spec(training, config.model.hf_assets_path))
+    _check_vocabulary(config, cache.vocab_size, vocab_size)
+    if not validation.enable:
+        return PackedSequences(cache, training.seq_len), None
+    if validation.dataset_path:
+        return PackedSequences(cache, training.seq_len), _own_validation(config)
+    seq_len, held_out = validation.seq_len or training.seq_len, validation.held_out_fraction
+    return (
+        PackedSequences(cache, training.seq_len, "train", held_out),
+        PackedSequences(cache, seq_len, "validation", held_out),
+    )
+
+
+def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    from parallelize.groups import from_rank_0
+
+    # A dataset of the hub may change at any time: all ranks read the commit that rank 0 has resolved.
+    spec = from_rank_0(lambda: stream_spec(config))
+    _check_vocabulary(config, spec.vocab_size, vocab_size)
+    writer = start_writer(spec) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+    train_set = StreamedSequences(StreamCache(spec, writer), config.training.seq_len)
+    return train_set, _own_validation(config) if config.validation.enable else None
+
+
+def _own_validation(config: JobConfig) -> PackedSequences:
+    own = prepare(data_spec(config.training, config.model.hf_assets_path, config.validation.dataset_path))
+    return PackedSequences(own, config.validation.seq_len or config.training.seq_len)
+
+
+def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
+    if found > most:
+        reason = f"{found} tokens, but {config.model.name} {config.model.flavor} has a table of {most}"
+        raise ConfigError(mistake(config, "model.hf_assets_path", reason))

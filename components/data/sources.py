@@ -11,30 +11,27 @@ from pathlib import Path
 from components.config import ROOT, ConfigError
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
-"""Datasets by name: training.dataset."""
-
+"""Bundled datasets by the name in training.dataset."""
 HUB = {"c4": "allenai/c4:en"}
-"""Other names of datasets of the Hugging Face hub."""
-
+"""Short names of datasets of the Hugging Face hub."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class BadRecord:
-    """What could not be read, and where: "file:line: reason"."""
+    """A record that cannot be read: "file:line: reason"."""
 
     reason: str
 
 
 Reader = Callable[[Path, str], Iterator[str | BadRecord]]
-"""Documents of a file, given the field that holds the text."""
+"""Yields the documents of a file, given the field that holds the text."""
 
 
 def find_files(path: str) -> list[Path]:
-    """The data files of a file, a folder (with those inside it) or a glob, sorted; empty and hidden ones are left out.
+    """The data files of a path (file, folder with subfolders, or glob), sorted; empty and hidden files are left out.
 
-    Raises:
-        ConfigError: nothing is there, or a file that is named has an ending that cannot be read.
+    Raises ConfigError if there are none, or if the path is a file with an unknown ending.
     """
     given = Path(os.path.expanduser(path))
     known = ", ".join(sorted(READERS))
@@ -56,7 +53,7 @@ def find_files(path: str) -> list[Path]:
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Files in a folder, but for hidden ones; links are followed, except to a folder that we are in."""
+    """Files in a folder and its subfolders, without hidden ones; links are followed, except to a folder above."""
     real = folder.resolve()
     if real in above:
         return
@@ -68,7 +65,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def _matches(pattern: str) -> Iterator[Path]:
-    """What a glob matches. glob's own ** would go round in circles of links."""
+    """What a glob matches; ** by walk, since glob's own ** follows circular links."""
     head, deep, tail = pattern.partition("**")
     if not deep:
         yield from map(Path, glob.glob(pattern))
@@ -78,7 +75,7 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
-    """The documents of one file in order: a text file is one, a JSONL line or a parquet row is one each."""
+    """The documents of one file in order; a document is a text file, a JSONL line or a parquet row."""
     return READERS[file.suffix](file, text_field)
 
 
@@ -135,4 +132,4 @@ READERS: dict[str, Reader] = {
     ".jsonl": _read_jsonl,
     ".parquet": _read_parquet,
 }
-"""By the ending of a file."""
+"""Readers by file ending."""

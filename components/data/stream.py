@@ -1,10 +1,10 @@
 """Documents of the hub, or of a folder in its layout, tokenized ahead of the training that reads them.
 
 <cache_folder>/stream-<hash>/tokens.bin, documents.bin   as in cache.py, but growing, in the order of the dataset
-                             progress.json               how much of them may be read, and where the writer goes on
-                             wanted                      tokens that readers have asked for, int64
+                             progress.json               how much of them may be read, and where the writer continues
+                             wanted                      number of tokens that readers have asked for, int64
 
-On each node its first rank starts the writer (writer.py); every rank and every loader worker reads.
+The first rank of each node starts the writer (writer.py); all ranks and loader workers read.
 """
 
 import dataclasses
@@ -27,27 +27,28 @@ from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtyp
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, REGISTERED, BadRecord, walk
 from components.data.tokenizer import load_tokenizer
+from components.files import read_json_if_whole
 
 AHEAD_TOKENS = 1 << 24
-"""The writer waits when it is so many tokens ahead of what was asked for."""
+"""The writer waits when it is this far ahead of what readers have asked for."""
 _POLL_SECONDS = 0.05
 _HANDOVER_SECONDS = 4.0
-"""Another job's writer may take the place of one that ended."""
+"""Time in which another job's writer may take over from one that ended."""
 _NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamSpec(DataSpec):
-    """What is streamed (the split "train"), and how it is tokenized."""
+    """What is streamed (always the split "train"), and how it is tokenized."""
 
     config: str | None
     revision: str | None
     """A commit of the hub; None for a folder."""
     key: str
-    """Decides which tokens come when."""
+    """Identifies the token sequence."""
     vocab_size: int
     folder: Path
-    """Of the cache."""
+    """Folder of the cache."""
 
     @property
     def lock_file(self) -> Path:
@@ -55,17 +56,16 @@ class StreamSpec(DataSpec):
 
 
 def is_stream(training: Training) -> bool:
-    """Whether the training data is streamed: as it says, or because it is the hub's."""
+    """Whether the training data is streamed: as configured, or always if it is a dataset of the hub."""
     on_hub = training.dataset in HUB or "/" in training.dataset
     return training.dataset_streaming or (training.dataset_path is None and on_hub)
 
 
 def stream_spec(config: JobConfig) -> StreamSpec:
-    """What the job streams. The hub is asked which commit is meant.
+    """What the job streams; the commit is resolved by the hub.
 
-    Raises:
-        ConfigError: one line: no network, no such dataset or revision, no access, not a folder, or keys that a stream
-            cannot honour.
+    Raises ConfigError of one line: no network, dataset, revision or access, not a folder, or a key that a stream cannot
+    honour.
     """
     training = config.training
     if "training.dataset_streaming" in config.origins and not training.dataset_streaming:
@@ -82,17 +82,14 @@ def stream_spec(config: JobConfig) -> StreamSpec:
             raise ConfigError(mistake(config, "training.dataset_path", "not a folder; only folders are streamed"))
         files = sorted((str(file.relative_to(path)), file.stat()) for file in walk(Path(path)))
         name = hashlib.blake2b(repr([(file, state.st_size) for file, state in files]).encode(), digest_size=12)
-        # A copy of the folder is the same data, but not surely the same cache.
+        # A copy of the folder has the same data, but gets its own cache.
         version = str([state.st_mtime_ns for _, state in files])
         data = name.hexdigest()
     else:
         match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
         if not match:
-            raise ConfigError(
-                mistake(
-                    config, "training.dataset", 'expected "org/name", "org/name:config" or "org/name:config@revision"'
-                )
-            )
+            reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
+            raise ConfigError(mistake(config, "training.dataset", reason))
         path, part, version = match["path"], match["config"], ""
         try:
             revision = dataset_revision(path, match["revision"])
@@ -102,19 +99,13 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         data = f"{path}:{part or 'default'}@{revision}"
     key = f"{data}/{how_tokenized(base).hexdigest()}"
     folder = base.cache_folder / f"stream-{hashlib.blake2b((key + version).encode(), digest_size=12).hexdigest()}"
-    fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)} | {"path": path}
-    return StreamSpec(
-        **fields,
-        config=part,
-        revision=revision,
-        key=key,
-        vocab_size=load_tokenizer(base.tokenizer_path).vocab_size,
-        folder=folder,
-    )
+    vocab_size = load_tokenizer(base.tokenizer_path).vocab_size
+    fields = vars(base) | {"path": path, "config": part, "revision": revision, "key": key, "folder": folder}
+    return StreamSpec(**fields, vocab_size=vocab_size)
 
 
 def check_stream(config: JobConfig) -> None:
-    """Raises ConfigError, one line, if the first document of what the job streams cannot be read."""
+    """Raises ConfigError of one line if the first document of the stream cannot be read."""
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
     print(f"streaming {name}, tokens in {spec.folder}", flush=True)
@@ -135,10 +126,9 @@ def check_stream(config: JobConfig) -> None:
 
 
 def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | BadRecord, dict[str, Any]]]:
-    """Documents from a place on (from the first if it is empty), each with the place behind it.
+    """Documents from a position on (from the first if it is empty), each with the position after it.
 
-    Raises:
-        ConfigError: a file cannot be decoded. All that datasets raises for other reasons comes through.
+    Raises ConfigError if a file cannot be decoded. Other errors of datasets pass through.
     """
     import datasets
     import pyarrow
@@ -146,7 +136,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
     datasets.disable_progress_bars()
     builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
     if builder.name == "text":
-        builder.config.sample_by = "document"  # a file, as without streaming
+        builder.config.sample_by = "document"  # a file is a document, as without streaming
     stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
     if place:
         stream.load_state_dict(place["state"])
@@ -165,20 +155,17 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What the writer has published last; empty if nothing yet."""
-    try:
-        return json.loads((folder / "progress.json").read_bytes())
-    except (FileNotFoundError, ValueError):
-        return {}
+    """What the writer has published last; empty before it has."""
+    return read_json_if_whole(folder / "progress.json")
 
 
 def read_wanted(folder: Path) -> int:
-    """Tokens that readers have asked for."""
+    """Number of tokens that readers have asked for."""
     return int.from_bytes((folder / "wanted").read_bytes(), "little")
 
 
 class StreamCache:
-    """A cache that a writer adds to: tokens and document ends as far as they were last seen, and waiting for more."""
+    """A cache that grows: tokens and document ends as last read; reach waits for more."""
 
     def __init__(self, spec: StreamSpec, writer: "subprocess.Popen[str] | None" = None) -> None:
         self.spec, self.key, self.folder = spec, spec.key, spec.folder
@@ -188,15 +175,13 @@ class StreamCache:
         self.is_whole = False
 
     def __reduce__(self) -> tuple[type["StreamCache"], tuple[StreamSpec]]:
-        """Another process looks for itself, and is not the writer's parent."""
+        """Another process maps the files itself, and does not own the writer."""
         return StreamCache, (self.spec,)
 
     def reach(self, wanted: int) -> None:
-        """Wait until so many tokens are there, or all that the dataset has.
+        """Wait until this many tokens exist, or the whole dataset.
 
-        Raises:
-            ConfigError: the writer met data that cannot be read.
-            RuntimeError: the writer failed, or is gone.
+        Raises ConfigError if the writer could not read the data, RuntimeError if the writer failed or is gone.
         """
         started = told = alive = time.monotonic()
         while not self.is_whole:
@@ -231,15 +216,15 @@ class StreamCache:
         self.is_whole = progress["is_whole"]
 
     def _ask(self, wanted: int) -> None:
-        """Readers write over each other, but one that waits asks again."""
+        """Readers overwrite each other's numbers, but a waiting reader asks again."""
         try:
             if read_wanted(self.folder) < wanted:
                 (self.folder / "wanted").write_bytes(wanted.to_bytes(8, "little"))
-        except FileNotFoundError:  # the writer has only begun
+        except FileNotFoundError:  # the writer is still starting
             return
 
     def _writer_lives(self) -> bool:
-        """Whether any process holds the writer's lock. Asking for a share of it keeps no other reader from asking."""
+        """Whether any process holds the writer's lock. A shared lock does not disturb other readers."""
         try:
             with self.spec.lock_file.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -251,13 +236,12 @@ class StreamCache:
 
 
 def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subprocess.Popen[str]":
-    """Start the process that tokenizes ahead. It ends when its standard input does: with this process at the latest.
+    """Start the process that tokenizes ahead; it ends when its standard input is closed, so with this process.
 
-    Raises:
-        RuntimeError: it ended before it began.
+    Raises RuntimeError if the process ends at once.
     """
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # Not by multiprocessing: that would import train.py, and torch with it, in the writer and its workers.
+    # Not by multiprocessing: the writer and its workers would import train.py, and thus torch.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "components.data.writer"],
         stdin=subprocess.PIPE,

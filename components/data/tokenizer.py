@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
+from components.files import write_json
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
 SPLIT_PATTERN = (
@@ -34,7 +35,7 @@ SPECIAL_TOKENS = [
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Text that looks like a special token is text."""
+    """Text to token ids and back. Text that looks like a special token is plain text."""
 
     vocab_size: int
     bos_id: int | None
@@ -67,14 +68,14 @@ class TiktokenTokenizer:
         self.eos_id: int | None = specials["<|end_of_text|>"]
 
     def to_json(self) -> Any:
-        """The same as a tokenizers.Tokenizer: what a tokenizer.json holds."""
+        """The same tokenizer as a tokenizers.Tokenizer, for a tokenizer.json."""
         import tokenizers
         from tokenizers import models, processors
 
         character_of = {byte: character for character, byte in _bytes_of_characters().items()}
         ranks = self._encoding._mergeable_ranks
         text = {token: "".join(character_of[byte] for byte in token) for token in ranks}
-        # A token is the merge of the two parts that are left when all merges before it are done.
+        # A token is the merge of the two parts that remain after all merges of lower rank.
         parts = [(token, _merge(token, ranks)) for token in sorted(ranks, key=lambda each: ranks[each]) if token[1:]]
         merges = [(text[pair[0]], text[pair[1]]) for _, pair in parts if len(pair) == 2]
         vocabulary = {text[token]: rank for token, rank in ranks.items()}
@@ -103,7 +104,7 @@ class JsonTokenizer:
         except Exception as error:  # tokenizers raises no narrower type
             raise ConfigError(f"{path}: not a tokenizer.json: {error}") from None
         self._tokenizer.encode_special_tokens = True
-        # Some files ask for short inputs of one length: that would lose the rest of a document.
+        # Some files ask for truncation and padding: that would lose the rest of a document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Ids may have gaps.
@@ -131,10 +132,9 @@ class JsonTokenizer:
 
 
 def find_tokenizer(path: str) -> Path:
-    """The tokenizer's file: path itself, or the one in that folder; relative to here, else to the repository.
+    """The tokenizer's file: path itself, or the file in that folder; relative to the current folder or the repository.
 
-    Raises:
-        ConfigError: there is none; says how to get one.
+    Raises ConfigError that says how to get one.
     """
     given = Path(os.path.expanduser(path))
     found = given if given.exists() else ROOT / given
@@ -156,7 +156,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def fingerprint(path: str) -> str:
-    """Changes when the tokenizer would encode differently."""
+    """Hash that changes whenever the tokenizer would encode differently."""
     file = find_tokenizer(path)
     settings = file.with_name("tokenizer_config.json")
     content = file.read_bytes() + (settings.read_bytes() if settings.exists() else b"")
@@ -164,7 +164,7 @@ def fingerprint(path: str) -> str:
 
 
 def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
-    """Write the tokenizer at a path as transformers reads it; returns the first and last token for config.json."""
+    """Write the tokenizer in the form that transformers reads; returns the first and last token id for config.json."""
     file = find_tokenizer(path)
     tokenizer = load_tokenizer(path)
     if isinstance(tokenizer, TiktokenTokenizer):
@@ -175,7 +175,7 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
             "eos_token": "<|end_of_text|>",
             "clean_up_tokenization_spaces": False,
         }
-        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+        write_json(folder / "tokenizer_config.json", settings)
     else:
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
             if (there := file.with_name(name)).exists():
@@ -185,10 +185,9 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
 
 
 def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
-    """Train a byte-level BPE on text files and write it as a rank file; vocab_size counts the special tokens too.
+    """Train a byte-level BPE on text files and write it as a rank file; vocab_size includes the special tokens.
 
-    Raises:
-        ConfigError: vocab_size leaves no room for the 256 bytes.
+    Raises ConfigError if vocab_size leaves no room for the 256 bytes.
     """
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ConfigError(f"a vocabulary of {vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need more")
@@ -201,7 +200,7 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
         vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train([str(file) for file in files], trainer)
-    # The library writes each byte as a printable character; ids are in the order of merging, as ranks are.
+    # The library writes each byte as a printable character; its ids are in merge order, as ranks are.
     byte_of = _bytes_of_characters()
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +210,7 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
 
 
 def _split_as_llama(tokenizer: Any) -> None:
-    """Give a tokenizers.Tokenizer the split before merging, and the bytes as printable characters."""
+    """Set Llama 3's split before merging, and bytes as printable characters."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
@@ -222,7 +221,7 @@ def _split_as_llama(tokenizer: Any) -> None:
 
 
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of a token when all merges of lower rank than its own are done."""
+    """The parts of a token after all merges of a lower rank than its own."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:
         pairs = [ranks.get(left + right, ranks[token]) for left, right in itertools.pairwise(parts)]
@@ -234,7 +233,7 @@ def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """GPT-2's printable character of each byte, inverted: printable Latin-1 stands for itself, the rest from 256 on."""
+    """The byte of each of GPT-2's printable characters: printable Latin-1 is itself, other bytes are from 256 on."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -14,16 +14,18 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from components.config import ConfigError
-from components.data.cache import cores, flush, token_dtype, tokenized
+from components.data.cache import token_dtype, tokenized
 from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
+from components.files import replace
+from components.launch.process import cores
 
 _PUBLISH_SECONDS = 0.25
 _MOST_WORKERS = 8
 
 
 def main() -> None:
-    """Wait for the lock, then write to the end of the dataset or of the parent. What goes wrong readers are told."""
-    # A rank that saves before it stops needs tokens for its last step; workers started from here ignore them too.
+    """Wait for the lock, then write until the dataset or the parent ends. Errors are published for the readers."""
+    # A rank that saves before it stops needs tokens for its last step. Workers started from here ignore signals too.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     fields, ahead_tokens = json.loads(sys.stdin.readline())
@@ -33,7 +35,7 @@ def main() -> None:
     lock = FileLock(spec.lock_file)
     try:
         lock.acquire(blocking=False)
-    except Timeout:  # another job's writer is at it: take over when that one ends
+    except Timeout:  # another job's writer is at work: take over when it ends
         print("ready", flush=True)
         lock.acquire()
     progress = begin(spec)
@@ -55,7 +57,7 @@ def _end_with_parent() -> None:
 
 
 def begin(spec: StreamSpec) -> dict[str, Any]:
-    """What is there already, if it is; without what an earlier writer met with and what readers had asked of it."""
+    """The progress so far, without an earlier writer's error; earlier requests of readers are reset."""
     progress = read_progress(spec.folder) | {"error": None}
     sizes = {"tokens.bin": token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)}
     sizes["documents.bin"] = 8 * progress.get("documents", 0)
@@ -73,11 +75,7 @@ def _size(file: Path) -> int:
 
 
 def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None:
-    """Append tokens and document ends from where progress stands, and keep it up to date.
-
-    Raises:
-        ConfigError: the data cannot be read.
-    """
+    """Append tokens and document ends from progress on, and update it. Raises ConfigError if data cannot be read."""
     dtype = token_dtype(spec.vocab_size)
     bad: list[str] = []
     wanted, last_published = 0, time.monotonic()
@@ -88,8 +86,9 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
         ends.truncate(8 * progress["documents"])
 
         def publish() -> None:
-            flush(tokens)
-            flush(ends)
+            for file in (tokens, ends):
+                file.flush()
+                os.fsync(file.fileno())
             _publish(spec.folder, progress)
 
         total = progress["tokens"]
@@ -120,10 +119,7 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
 
 
 def _publish(folder: Path, progress: dict[str, Any]) -> None:
-    """Readers see all of it or nothing."""
-    partial = folder / "progress.partial"
-    partial.write_text(json.dumps(progress))
-    partial.replace(folder / "progress.json")
+    replace(folder / "progress.json", json.dumps(progress))
 
 
 if __name__ == "__main__":

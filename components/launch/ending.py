@@ -1,4 +1,4 @@
-"""How a rank ends: with an exit code for what happened, and without the interpreter's own tear-down."""
+"""How a rank ends: with a documented exit code, and without the interpreter's own tear-down."""
 
 import faulthandler
 import os
@@ -17,9 +17,10 @@ from components.launch.exit_codes import ExitCode
 def leave(code: int) -> NoReturn:
     """End the process with this exit code, without the interpreter's own tear-down.
 
-    A process group that outlives it aborts about one clean gloo run in eight (pytorch#190489, #179291).
+    A process group that still exists during tear-down aborts about one clean gloo run in eight (pytorch#190489,
+    #179291).
     """
-    # After an error the other ranks may not take part, and destroying would wait for them.
+    # Destroying waits for the other ranks, which may be gone after an error.
     if dist.is_initialized() and (code == ExitCode.DONE or code > 128):
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -28,9 +29,9 @@ def leave(code: int) -> NoReturn:
 
 
 def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
-    """Run main and leave with its exit code, or with the one of what went wrong, which is told in a few words.
+    """Run main and leave with its exit code, or with the exit code of its error, after a message.
 
-    A process that a signal kills from inside (a segmentation fault, glibc's abort) prints where its threads were.
+    A process that crashes (segmentation fault, abort of glibc) prints the stacks of its threads.
     """
     faulthandler.enable()
     try:

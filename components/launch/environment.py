@@ -1,6 +1,6 @@
-"""The Python environment: what pyproject.toml asks for, whether it is here, and how it comes. Standard library only.
+"""The Python environment that pyproject.toml requires: check it, install into it, make it. Standard library only.
 
-run_train.sh and tests/run.sh call this before anything else is there:
+run_train.sh and tests/run.sh call this before any package is installed:
 
     python components/launch/environment.py --check [--group test]     what is missing, one a line; exit 0 or 1
     python components/launch/environment.py --install [--group test]   install it with pip into the running Python
@@ -27,17 +27,14 @@ VENV = ROOT / ".venv"
 def requirements(groups: list[str]) -> list[str]:
     """`project.dependencies` of pyproject.toml and those of the named dependency groups."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    return [*document["project"]["dependencies"], *(line for group in groups for line in _group(document, group))]
-
-
-def _group(document: dict, name: str) -> list[str]:
-    if name not in document["dependency-groups"]:
-        sys.exit(f"pyproject.toml has no dependency group {name}; it has {', '.join(document['dependency-groups'])}")
-    return document["dependency-groups"][name]
+    known = document["dependency-groups"]
+    if unknown := [name for name in groups if name not in known]:
+        sys.exit(f"pyproject.toml has no dependency group {unknown[0]}; it has {', '.join(known)}")
+    return [*document["project"]["dependencies"], *(line for group in groups for line in known[group])]
 
 
 def missing(groups: list[str]) -> list[str]:
-    """The requirements that the running Python does not meet. Looks at metadata only: imports nothing."""
+    """The requirements that the running Python does not meet, by metadata alone: nothing is imported."""
     return [line for line in requirements(groups) if not _met(line)]
 
 
@@ -53,14 +50,14 @@ def _met(requirement: str) -> bool:
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:
-    """`torch>=2.13` as its three parts; >= and == are all that pyproject.toml uses."""
+    """`torch>=2.13` as its three parts; pyproject.toml uses only >= and ==."""
     parts = re.fullmatch(r"([\w.\-]+)(>=|==)([\d.]+)", requirement)
     assert parts, f"pyproject.toml: {requirement}: write it as name>=version or name==version"
     return parts[1], parts[2], parts[3]
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu: what follows the numbers, and zeros at the end, don't count."""
+    """(2, 13) of 2.13.0+cpu: suffixes and trailing zeros are left out."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     release = [int(number) for number in numbers[0].split(".")] if numbers else [0]
     while len(release) > 1 and release[-1] == 0:
@@ -69,21 +66,21 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def install(groups: list[str]) -> int:
-    """Bring what is missing in one pip call. A package in the group `pinned` comes at that version."""
+    """Install missing packages in one pip call; those of the group `pinned` at the pinned version."""
     pins = {_parse(line)[0]: line for line in requirements(["pinned"]) if "==" in line}
-    wanted = list(dict.fromkeys(pins.get(_parse(line)[0], line) for line in missing(groups)))
+    # After an interruption a package may lack files although its metadata is there.
     interrupted = _unfinished(Path(sys.prefix)).exists()
-    if interrupted:
-        # Files of a package may be half there although its metadata is.
-        wanted = ["--force-reinstall", *dict.fromkeys(pins.get(_parse(line)[0], line) for line in requirements(groups))]
-    if not wanted:
+    lines = requirements(groups) if interrupted else missing(groups)
+    if not lines:
         return 0
+    force = ["--force-reinstall"] if interrupted else []
+    wanted = dict.fromkeys(pins.get(_parse(line)[0], line) for line in lines)
     with _unfinished_until_done(Path(sys.prefix)):
-        return subprocess.run([sys.executable, "-m", "pip", "install", *wanted], check=True).returncode
+        return subprocess.run([sys.executable, "-m", "pip", "install", *force, *wanted], check=True).returncode
 
 
 def _unfinished(prefix: Path) -> Path:
-    """A file that is there while an installation runs, and stays after one that was cut short."""
+    """A file that exists during an installation, and stays if the installation is interrupted."""
     return prefix / "unfinished-install"
 
 
@@ -91,12 +88,12 @@ def _unfinished(prefix: Path) -> Path:
 def _unfinished_until_done(prefix: Path) -> Iterator[None]:
     prefix.mkdir(exist_ok=True)
     _unfinished(prefix).touch()
-    yield  # no finally: what fails stays unfinished
+    yield  # no finally: the file stays after a failure
     _unfinished(prefix).unlink(missing_ok=True)
 
 
 def make(groups: list[str]) -> None:
-    """Make .venv of the repository, or bring what it lacks. One at a time: a second call waits for the first."""
+    """Make the repository's .venv, or install what it lacks. A second call waits for the first."""
     options = [word for group in groups for word in ("--group", group)]
     with _lock():
         if not (VENV / "bin/python").exists() or _unfinished(VENV).exists():
@@ -113,7 +110,7 @@ def make(groups: list[str]) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove what an interrupted call left, but the mark that it was interrupted."""
+    """Remove the rest of an interrupted call, except for the file that marks it."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -127,7 +124,7 @@ def _in_venv(*words: str, stdout: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Released by the system when the holder dies, whatever the reason."""
+    """A lock that the system releases when its holder dies."""
     path = ROOT / ".cache/environment.lock"
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:
@@ -153,10 +150,7 @@ def main() -> int:
         print(*lacking, sep="\n", end="\n" if lacking else "")
         return 1 if lacking else 0
     try:
-        if arguments.action == "install":
-            install(arguments.group)
-        else:
-            make(arguments.group)
+        {"install": install, "make": make}[arguments.action](arguments.group)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{arguments.action}: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""One rank's process, and what becomes of its output: the console as it comes, a log file in whole lines."""
+"""One rank's process and its output: to the console as it comes, to a log file in whole lines."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class RankProcess:
-    """One process, in a session of its own so that a terminal's Ctrl-C reaches it only through us."""
+    """A process in its own session, so that a terminal's Ctrl-C reaches it only through the launcher."""
 
     def __init__(
         self, number: int, command: list[str], environment: dict[str, str], log: Path, prefix: bytes | None
@@ -29,7 +29,7 @@ class RankProcess:
         """None while it runs; -N if signal N killed it."""
         self.end_time = math.inf
         self.killed = False
-        """By us."""
+        """Whether the launcher killed it."""
         self.process = subprocess.Popen(
             command,
             env=environment,
@@ -47,27 +47,27 @@ class RankProcess:
             thread.start()
 
     def _wait(self) -> None:
-        """A thread for each rank, so that the first one to end is known."""
+        """Runs in a thread for each rank, so that the first rank to end is known."""
         code = self.process.wait()
         self.end_time = time.monotonic()
         self.code = code
 
     def kill(self) -> None:
-        """With its children, also when it has already ended."""
+        """Kill the process with its children, even if it has already ended."""
         self.killed = self.killed or self.code is None
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def finish_output(self) -> None:
-        """Wait for its last words, but not for children that keep its pipe open."""
+        """Wait for the last output, but not for children that keep the pipe open."""
         for thread in self._outputs:
             thread.join(timeout=1)
 
 
 def _copy(stream: IO[bytes], file: IO[bytes], console: int, prefix: bytes | None) -> None:
-    """To the console as it comes, unless prefix is None, and to the file in whole lines: two streams end there.
+    """Copy to the console as it comes (unless prefix is None), and to the file in whole lines, as two streams share it.
 
-    Never stops reading, whatever becomes of them: a rank waits for its reader.
+    Reads on even if neither can be written: a rank waits for its reader.
     """
     rest = b""
     while chunk := os.read(stream.fileno(), 1 << 16):
@@ -89,7 +89,7 @@ def _keep(file: IO[bytes], lines: bytes) -> None:
 
 
 def _show(console: int, chunk: bytes) -> bool:
-    """False once nobody reads the console: `run_train.sh | head` must not stop a run."""
+    """False if nobody reads the console any more: `run_train.sh | head` must not stop a run."""
     while chunk:
         try:
             chunk = chunk[os.write(console, chunk) :]
@@ -98,6 +98,11 @@ def _show(console: int, chunk: bytes) -> bool:
         except OSError:
             return False
     return True
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def say(line: str) -> None:

@@ -1,9 +1,8 @@
-"""Starts the ranks of this node, shows and keeps what they print, passes signals on, and tells how they ended.
+"""Starts the ranks of this node, shows and logs their output, passes signals on, and reports how they ended.
 
-torchrun's agent (torch.distributed.elastic) lets nodes meet, numbers the ranks and restarts them. The four methods that
-it leaves to subclasses are written here instead of taken from torchrun's local agent, which kills a rank that is
-still saving 30 seconds after another one ended, signals loader workers too, dies of SIGUSR1, breaks progress bars
-into lines, and exits with 1 whatever the ranks' exit code was.
+torchrun's agent (torch.distributed.elastic) lets nodes meet, numbers the ranks and restarts them. Its four abstract
+methods are implemented here, because torchrun's local agent kills a rank that is still saving 30 seconds after another
+rank ended, signals loader workers too, dies of SIGUSR1, breaks progress bars into lines, and always exits with 1.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ if TYPE_CHECKING:
     from components.launch.settings import Settings
 
 _FAILURE_GRACE_SECONDS = 3.0
-"""What ranks get to report and end in, once one of them failed: peers of a dead rank may wait for it forever."""
+"""Time for ranks to report and end after one has failed: peers of a dead rank may wait for it forever."""
 _SAME_CTRL_C_SECONDS = 1.0
-"""A terminal, and whatever runs us, may each send SIGINT for one Ctrl-C."""
+"""One Ctrl-C may bring two SIGINTs: from the terminal, and from the program that runs the launcher."""
 
 
 def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
     """Run command on every rank of this node until all have ended; returns the exit code.
 
-    Output goes to logs/rank_N.log. The main thread waits for signals, another one runs the agent, so that a signal is
-    served at once even while nodes wait for each other inside a library call.
+    Output goes to logs/rank_N.log. The main thread waits for signals and another thread runs the agent, so signals are
+    handled at once even while nodes wait for each other inside a library call.
     """
     if "LOGLEVEL" not in os.environ:
-        logging.disable(logging.ERROR)  # the agent tells of each step; what failed is said below
+        logging.disable(logging.ERROR)  # the agent logs each step; failures are reported below
     ranks = Ranks(command, settings, logs)
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, ranks.on_signal)
@@ -58,7 +57,7 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
         signal.signal(signal.SIGHUP, ranks.on_signal)
     thread = threading.Thread(target=_run_agent, args=(ranks, settings), daemon=True)
     thread.start()
-    # The kernel may hand a signal to any thread, and does not wake this one, which alone runs handlers, for it.
+    # Only this thread runs signal handlers, but the kernel may deliver a signal to another thread without waking it.
     while thread.is_alive():
         thread.join(0.1)
     return ranks.report()
@@ -97,14 +96,14 @@ def _run_agent(ranks: Ranks, settings: Settings) -> None:
 
 
 class _Agent(SimpleElasticAgent):
-    """torchrun's agent, for ranks that are started and watched as Ranks does."""
+    """torchrun's agent, with ranks that Ranks starts and watches."""
 
     def __init__(self, spec: WorkerSpec, ranks: Ranks) -> None:
         super().__init__(spec)
         self._ranks = ranks
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """The variables are those that torchrun documents."""
+        """Start the ranks with the variables that torchrun documents."""
         spec = worker_group.spec
         shared = {
             "MASTER_ADDR": worker_group.master_addr,
@@ -153,12 +152,12 @@ class _Agent(SimpleElasticAgent):
 
 
 class Ranks:
-    """The ranks of this node, from start to exit code. Signals arrive in the main thread, the rest in the agent's."""
+    """The ranks of this node, from start to exit code. Signals come in the main thread, other calls in the agent's."""
 
     def __init__(self, command: list[str], settings: Settings, logs: Path) -> None:
         self.command = command
         self.error: Exception | None = None
-        """What kept the agent from working."""
+        """The agent's own failure."""
         self._settings = settings
         self._logs = logs
         self._ranks: list[RankProcess] = []
@@ -170,7 +169,7 @@ class Ranks:
         """The signal that asked to stop without saving."""
 
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
-        """Start a rank for each entry, with these environment variables; returns process ids."""
+        """Start a rank for each entry with its environment variables; returns process ids."""
         environment = {
             "OMP_NUM_THREADS": str(self._settings.threads),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
@@ -182,15 +181,14 @@ class Ranks:
         self._ranks = []
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
-            self._ranks.append(
-                RankProcess(number, self.command, rank_environment, self._log(number), self._prefix(number))
-            )
-        if self._stop:  # it came while they were started
+            log = self._logs / f"rank_{number}.log"
+            self._ranks.append(RankProcess(number, self.command, rank_environment, log, self._prefix(number)))
+        if self._stop:  # the signal came while ranks were started
             self._signal(self._stop)
         return {rank.number: rank.process.pid for rank in self._ranks}
 
     def running(self) -> bool:
-        """Whether any rank is alive. Those that outstay their time are killed here."""
+        """Whether any rank is alive. Ranks past their deadline are killed."""
         alive = [rank for rank in self._ranks if rank.code is None]
         deadlines = [self._stop_time + self._settings.shutdown_seconds]
         for rank in self._ranks:
@@ -206,11 +204,11 @@ class Ranks:
         return [rank for rank in self._ranks if rank.code and not self._orderly(rank)]
 
     def worth_restarting(self) -> bool:
-        """Not after a stop that was asked for, nor where the same would happen again."""
+        """False after a requested stop, and where the same failure would come again."""
         return not self._stop and not self._at_once and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
 
     def kill(self) -> None:
-        """End what is still there, unless all went well: loader workers and writers of a failed rank too."""
+        """End ranks that are still running; after a failure also loader workers and writers of ended ranks."""
         if any(rank.code is None for rank in self._ranks) or self.failed():
             for rank in self._ranks:
                 rank.kill()
@@ -219,7 +217,7 @@ class Ranks:
         """Ask the ranks to save and stop; a second Ctrl-C, or SIGQUIT, ends them at once."""
         got = signal.Signals(number)
         if not self._started:
-            os._exit(128 + got)  # nothing to save, and the agent may be inside a call that can't be interrupted
+            os._exit(128 + got)  # nothing to save, and the agent may be inside an uninterruptible call
         now = time.monotonic()
         again = self._stop is not None and got is signal.SIGINT and now - self._stop_time > _SAME_CTRL_C_SECONDS
         if again or got is signal.SIGQUIT:
@@ -234,7 +232,7 @@ class Ranks:
             say(f"{got.name}: the ranks save and stop{hint}")
 
     def report(self) -> int:
-        """Say what went wrong, if anything, and return the exit code."""
+        """Print what went wrong, if anything, and return the exit code."""
         for rank in self._ranks:
             rank.finish_output()
         if self._at_once:
@@ -248,7 +246,7 @@ class Ranks:
         return self._code()
 
     def report_failure(self, then: str = "") -> None:
-        """Name the rank that failed first and its log; quote the log if the console did not show it."""
+        """Name the rank that failed first and its log; quote the log if the console did not show that rank."""
         cause = self._cause()
         assert cause.code is not None
         if any(rank.code == ExitCode.CONFIG and rank.shown for rank in self.failed()):
@@ -264,7 +262,8 @@ class Ranks:
                 say(f"  {line}")
         say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
-            say(f"{_name(others)} did not end after that: killed")
+            plural = "s" if len(others) > 1 else ""
+            say(f"rank{plural} {', '.join(map(str, others))} did not end after that: killed")
 
     def _code(self) -> int:
         if self._at_once:
@@ -278,31 +277,24 @@ class Ranks:
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
     def _cause(self) -> RankProcess:
-        """The first rank to fail. Those whose exit may only echo the loss of a peer come after the others."""
+        """The first rank to fail; exits that may only follow from the loss of a peer come last."""
         echoes = (ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE)
         return min(self.failed(), key=lambda rank: (rank.killed, rank.code in echoes, rank.end_time))
 
     def _orderly(self, rank: RankProcess) -> bool:
-        """Stopped by a signal after saving, or by the signal itself before there was anything to save."""
+        """Whether the rank ended by a stop signal: after saving, or directly if there was nothing to save."""
         by_signal = [128 + number for number in STOP_SIGNALS]
         return rank.code in by_signal or (self._stop is not None and rank.code == -self._stop)
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the ranks alone: their loader workers must live until they have saved."""
+        """Signal the ranks alone: loader workers must live until their ranks have saved."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
                 rank.process.send_signal(number)
 
-    def _log(self, number: int) -> Path:
-        return self._logs / f"rank_{number}.log"
-
     def _prefix(self, number: int) -> bytes | None:
-        """What stands before each line on the console; None keeps the rank off it."""
+        """The prefix of each line on the console; None keeps the rank off the console."""
         shown = self._settings.shown
         if shown is not None and number not in shown:
             return None
         return b"" if shown is not None and len(shown) == 1 else f"[rank {number}] ".encode()
-
-
-def _name(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"

@@ -1,4 +1,4 @@
-"""How ranks are started on this node: what the environment variables and the layout say."""
+"""How ranks are started on this node: settings from environment variables and the layout."""
 
 import os
 import re
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig
+from components.launch.process import cores
 from parallelize.mesh import minimum_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """How ranks are started."""
+    """The settings of one node."""
 
     ranks: int
     """Ranks on this node."""
@@ -32,9 +33,8 @@ class Settings:
 
     @property
     def threads(self) -> int:
-        """Of one rank: this node's cores are shared out."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, cores // self.ranks)
+        """Threads of one rank: the ranks share this node's cores."""
+        return max(1, cores() // self.ranks)
 
 
 def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:
@@ -59,7 +59,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
     restarts = integer("MAX_RESTARTS", 0, 0)
     if restarts and nodes > 1:
-        # Nodes count restarts each for itself, and those that count differently would wait for each other.
+        # Each node counts its own restarts, and nodes with different counts would wait for each other.
         reason = "with several nodes expected 0; let the cluster start them again: they continue from a checkpoint"
         mistakes.append(wrong(environment, "MAX_RESTARTS", reason))
     shown, text = None, environment.get("LOG_RANK", "") or "0"
@@ -90,13 +90,13 @@ def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
 
 
 def _default_ranks(config: JobConfig, nodes: int) -> int:
-    """All GPUs of this node; on the CPU what the layout needs, and 2 where it needs no number of ranks."""
+    """All GPUs of this node; on CPU the ranks that the layout needs, or 2 if any number will do."""
     needed = minimum_ranks(config)
     return gpus() or (max(1, needed // nodes) if needed > 1 else 2)
 
 
 def gpus() -> int:
-    """CUDA devices of this node that torch can use. torch is imported only where there may be any."""
+    """CUDA devices that torch can use; torch is imported only if there is a driver."""
     drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
     if not any(os.path.exists(path) for path in drivers) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") == "":
         return 0

@@ -1,4 +1,4 @@
-"""What a run says of itself: metrics.jsonl, run.json, the console line, loss.png, Weights & Biases, TensorBoard."""
+"""Outputs of a run: metrics.jsonl, run.json, the console line, loss.png, Weights & Biases, TensorBoard."""
 
 import json
 import math
@@ -17,9 +17,10 @@ import torch
 from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+from components.files import replace
 from components.metrics.report import Panel, draw, points, read_rows
 
-# Dense bfloat16 FLOP/s by the name that CUDA gives a device, from the makers' data sheets. Others are unknown: no MFU.
+# Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
 PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
@@ -36,7 +37,7 @@ Row = dict[str, Any]
 
 
 class Metrics:
-    """Writes a row a logged step. Only rank 0 has writers; on other ranks every method does nothing."""
+    """Writes a row for each logged step. Only rank 0 writes; on other ranks every method does nothing."""
 
     def __init__(
         self, config: JobConfig, rank: int, device: torch.device, flops_per_token: tuple[int, int], layout: str
@@ -46,7 +47,7 @@ class Metrics:
         self.rank = rank
         self.peak = next((peak for name, peak in PEAK_FLOPS.items() if name in _device_name(device)), None)
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.writers: list[Any] = []
+        self.writers: list[Writer] = []
         self.rows = self.folder / "metrics.jsonl"
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.last_tokens = self.first_step = 0
@@ -54,7 +55,7 @@ class Metrics:
             self._write_run(layout)
 
     def resume(self, step: int, tokens: int) -> None:
-        """Continue after this step: rows that an earlier run wrote beyond it are dropped, they will come again."""
+        """Continue after this step; an earlier run's rows beyond it are dropped, since they will come again."""
         self.last_step, self.last_tokens, self.first_step = step, tokens, step
         self.started = self.last_time = time.perf_counter()
         if self.rank:
@@ -62,16 +63,14 @@ class Metrics:
         if not step and self.rows.exists():  # another run's
             self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
         rows = read_rows(self.rows)
-        kept = self.rows.with_suffix(".partial")
-        kept.write_text("".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        kept.replace(self.rows)
+        replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         if self.config.metrics.enable_tensorboard:
-            self.writers.append(_TensorBoard(self.folder / self.config.metrics.save_tb_folder, step))
+            self.writers.append(_tensorboard(self.folder / self.config.metrics.save_tb_folder, step))
         if self.config.metrics.enable_wandb:
-            self.writers.append(_Wandb(self.folder, self.config, step))
+            self.writers.append(_wandb(self.folder, self.config, step))
 
     def log(self, step: int, tokens: int, **values: float | None) -> None:
-        """Write the row of a training step: tokens seen so far, and loss, grad_norm, lr and what else is given."""
+        """Write the row of a training step; tokens: seen so far; values: loss, grad_norm, lr and others."""
         if self.rank:
             return
         row: Row = {"step": step, **values, "tokens": tokens}
@@ -96,11 +95,11 @@ class Metrics:
         self.restart_clock(step, tokens)
 
     def tokens_per_second(self, row: Row) -> float:
-        """Since the row before, validation and saving left out."""
+        """Speed since the previous row, without validation and saving."""
         return (row["tokens"] - self.last_tokens) / (time.perf_counter() - self.last_time)
 
     def mfu(self, row: Row, flops_per_token: int) -> float | None:
-        """The part of all ranks' peak FLOP/s that this many for each token are; None on an unknown device."""
+        """Fraction of all ranks' peak FLOP/s at this many FLOPs a token; None on an unknown device."""
         return flops_per_token * row["tokens_per_second"] / (self.peak * self.world_size) if self.peak else None
 
     def log_validation(self, step: int, loss: float, tokens: int) -> None:
@@ -116,15 +115,15 @@ class Metrics:
             self._write({"step": step, "dynamics": tables})
 
     def restart_clock(self, step: int, tokens: int) -> None:
-        """Count rates from here: validation and saving are not training."""
+        """Measure speed from here on, so that validation and saving are left out."""
         self.last_time, self.last_step, self.last_tokens = time.perf_counter(), step, tokens
 
     def close(self) -> None:
         """Draw loss.png and close the writers."""
         if self.rank:
             return
-        for writer in self.writers:
-            writer.close()
+        for _, close in self.writers:
+            close()
         self.writers = []
         try:
             draw_loss(read_rows(self.rows), self.folder / "loss.png", self.config.job.description)
@@ -135,8 +134,8 @@ class Metrics:
         row = _without_nan(row)
         with self.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
-        for writer in self.writers:
-            writer.write(_flat(row))
+        for write, _ in self.writers:
+            write(_flat(row))
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
@@ -162,55 +161,46 @@ NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
     "memory_gib": lambda metrics, row: _memory_gib(metrics.device),
     "seconds": lambda metrics, row: time.perf_counter() - metrics.started,
 }
-"""Numbers of each logged step, made in this order of the row so far: step, tokens, and what train.py's log gives."""
+"""Numbers added to each logged row, in this order, from the row so far: step, tokens, values of train.py's log."""
 
 
-class _TensorBoard:
-    def __init__(self, folder: Path, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+Writer = tuple[Callable[[Row], None], Callable[[], None]]
+"""Writes a row of scalars; closes."""
 
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
 
-    def write(self, row: dict[str, Any]) -> None:
+def _tensorboard(folder: Path, step: int) -> Writer:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def write(row: Row) -> None:
         for key, value in row.items():
             if key != "step" and value is not None:
-                self.writer.add_scalar(key, value, row["step"])
+                writer.add_scalar(key, value, row["step"])
 
-    def close(self) -> None:
-        self.writer.close()
+    return write, writer.close
 
 
-class _Wandb:
-    """A run whose id is kept in the dump folder, so that a resumed job continues the same curve."""
+def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
+    """A run whose id is kept in the dump folder, so that a resumed job continues the curve."""
+    import wandb
 
-    def __init__(self, folder: Path, config: JobConfig, step: int) -> None:
-        import wandb
-
-        file = folder / "wandb_run_id"
-        known = file.read_text().strip() if step and file.exists() else None
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshwright"),
-            dir=str(folder),
-            id=known,
-            resume="allow" if known else None,
-            notes=config.job.description,
-            config=to_dict(config),
-        )
-        file.write_text(self.run.id)
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.run.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
-
-    def close(self) -> None:
-        self.run.finish()
+    file = folder / "wandb_run_id"
+    known = file.read_text().strip() if step and file.exists() else None
+    run = wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "meshwright"),
+        dir=str(folder),
+        id=known,
+        resume="allow" if known else None,
+        notes=config.job.description,
+        config=to_dict(config),
+    )
+    file.write_text(run.id)
+    return lambda row: run.log({key: row[key] for key in row if key != "step"}, step=row["step"]), run.finish
 
 
 def lock_folder(config: JobConfig) -> FileLock:
-    """Make the dump folder and keep other runs out of it as long as the lock is held.
-
-    Raises:
-        ConfigError: another run holds it, or it cannot be made.
-    """
+    """Make the dump folder and lock it against other runs; raises ConfigError if it is locked or cannot be made."""
     folder = Path(config.job.dump_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -248,14 +238,14 @@ def git_revision() -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: what is not a finite number is null."""
+    """Numbers that are not finite as null: JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _without_nan(inside) for key, inside in value.items()}
     return value if value is None or math.isfinite(value) else None
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Scalars by name, as writers take them: of dynamics, gradient_norm/layers.0 and so on."""
+    """Scalars by name for the writers; dynamics get names as gradient_norm/layers.0."""
     tables = row.get("dynamics", {}).items()
     dynamics = {f"{table}/{part}": value for table, parts in tables for part, value in parts.items()}
     return {key: value for key, value in row.items() if key != "dynamics"} | dynamics
@@ -276,7 +266,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: what CUDA's allocator held, or the process's resident set."""
+    """Peak memory of this rank: reserved by CUDA's allocator, or the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024

@@ -9,7 +9,7 @@ from components.metrics.report import run_report
 
 
 def main(argv: list[str]) -> int:
-    """Write the page and print its path; 2 for a folder that is none of a run."""
+    """Write the page and print its path; returns 2 if a folder is not a run's dump folder."""
     parser = argparse.ArgumentParser(prog="python -m components.metrics", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="report")
     report = commands.add_parser("report", help="one HTML page with the curves of one run, or of several")

@@ -1,7 +1,7 @@
-"""What happens inside the model at every n-th step, by layer: norms of gradient, weights and update; attention logits.
+"""Training dynamics at every n-th step, by layer: norms of gradient, weights and update; attention logits.
 
-Norms are of what is trained. The numbers are of the whole model and the whole global batch, so they are the same at
-every layout. A step that is not sampled does nothing more than one without this.
+Norms cover the trained parameters. All numbers are of the whole model and the whole global batch, so they are the same
+at every layout. Steps that are not sampled cost nothing.
 """
 
 import math
@@ -23,7 +23,7 @@ class Dynamics:
     """Observes a step: start, before_update and after_update are called in each, in this order, on every rank."""
 
     def __init__(self, freq: int, model: nn.Module, stages: Sequence[nn.Module], mesh: Mesh) -> None:
-        """freq: sample every so many steps, 0 for never. model: the whole, of which the stages are this rank's."""
+        """freq: steps between two samples, 0 for never. model: the whole model; stages: this rank's part of it."""
         self.freq, self.mesh, self.sampled = freq, mesh, False
         if not freq:
             return
@@ -44,7 +44,7 @@ class Dynamics:
                 core.largest_logit = torch.full((), -math.inf, device=self.mesh.device_type)
 
     def before_update(self) -> None:
-        """When gradients are final and not yet clipped. From here to after_update a copy of the weights is kept."""
+        """Called with final gradients, before clipping. A copy of the weights is kept until after_update."""
         if not self.sampled:
             return
         split: dict[Groups, list[tuple[int, Tensor, Tensor]]] = defaultdict(list)
@@ -55,7 +55,7 @@ class Dynamics:
         self.shards = [_Shards(groups, shards, len(self.parts)) for groups, shards in split.items()]
 
     def after_update(self) -> None:
-        """Put together what ranks know: a message for each dimension of the mesh, or two; not one for each layer."""
+        """Reduce over ranks, with one or two messages for each dimension of the mesh, not for each layer."""
         if not self.sampled:
             return
         none = torch.zeros(3, len(self.parts), dtype=torch.float64, device=self.mesh.device_type)
@@ -80,10 +80,10 @@ class Dynamics:
 
 
 class _Shards:
-    """This rank's shards of all weights that are split over the same groups, and their norms, through an update."""
+    """This rank's shards of weights that are split over the same groups, with norms before and after an update."""
 
     def __init__(self, groups: Groups, shards: list[tuple[int, Tensor, Tensor]], parts: int) -> None:
-        """shards: number of the part of the model that it is of, weight, gradient."""
+        """shards: (number of the model's part, weight, gradient)."""
         numbers, weights, gradients = zip(*shards, strict=True)
         self.groups, self.parts, self.weights = groups, parts, list(weights)
         self.numbers = torch.tensor(numbers, device=weights[0].device)
@@ -91,7 +91,7 @@ class _Shards:
         self.before = [weight.clone() for weight in weights]
 
     def squares(self) -> Tensor:
-        """Sums of squares, over all ranks, of gradients, weights before, and what the update changed: (3, parts)."""
+        """Sums of squares over all ranks, (3, parts): of gradients, of weights before the update, of the update."""
         torch._foreach_sub_(self.before, self.weights)
         squares = torch.stack([*self.known, self._squares(self.before)])
         for group in self.groups:
@@ -105,7 +105,7 @@ class _Shards:
 
 
 def _number_parts(names: Iterable[str]) -> dict[str, int]:
-    """The parts of the model that these are in, numbered as they come."""
+    """The model's parts that contain these names, numbered in order."""
     return {part: number for number, part in enumerate(dict.fromkeys(map(_part, names)))}
 
 

@@ -1,7 +1,4 @@
-"""Curves of runs as pictures: panels, drawn into one PNG or into one HTML page that needs nothing else.
-
-A page holds its pictures and its style: it can be mailed, kept beside a run, and read on a phone.
-"""
+"""Curves of runs as panels, drawn into one PNG or into one self-contained HTML page, which can be mailed."""
 
 import base64
 import io
@@ -10,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 
@@ -23,6 +20,13 @@ SIZE = (4.8, 3.0)
 """Inches of a panel: small, so that its words can be read on a phone."""
 
 
+class Picture(Protocol):
+    title: str
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+
+
 @dataclass
 class Panel:
     """One picture: lines by name, over steps."""
@@ -32,14 +36,14 @@ class Panel:
     lines: Mapping[str, Points]
     log: bool = False
     shades: bool = False
-    """Lines are one thing at different depths: coloured from first to last, and only those two are named."""
+    """Lines are one quantity at different depths: coloured from first to last; only these two are in the legend."""
     limits: Mapping[str, Points] = field(default_factory=dict)
-    """Dashed lines; the space under the first is shaded: there all is well."""
+    """Dashed lines; the space under the first one, which is good, is shaded."""
     named: bool = False
-    """Name a line also if it is the only one."""
+    """Show the legend also for a single line."""
 
     def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes. Beyond as many lines as there are colours they are grey."""
+        """Draw into matplotlib's axes; lines beyond the number of colours are grey."""
         from matplotlib import colormaps
         from matplotlib.ticker import MaxNLocator
 
@@ -49,7 +53,7 @@ class Panel:
                 style: dict[str, Any] = {"color": colormaps["viridis"](0.9 * number / max(1, last))}
                 style |= {"label": name} if number in (0, last) else {}
             elif number < len(COLOURS):
-                # Lines on top of each other are told apart by their dashes.
+                # Dashes make lines visible that lie on top of each other.
                 style = {"color": COLOURS[number], "label": name, "ls": (0, (4, 1.5 + number % 4)) if number else "-"}
             else:
                 style = {"color": "#bbbbbb", "lw": 0.8, "zorder": 1, "label": None if number < last else "others"}
@@ -73,26 +77,7 @@ class Panel:
             axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
 
 
-@dataclass
-class Bars:
-    """One picture: a bar for each name."""
-
-    title: str
-    unit: str
-    values: Mapping[str, float]
-
-    def draw(self, axes: Any) -> None:
-        """Draw into matplotlib's axes."""
-        bars = axes.barh(list(self.values), list(self.values.values()), color=COLOURS[0], height=0.6)
-        axes.bar_label(bars, [f"{value:,.4g}" for value in self.values.values()], fontsize=7, padding=2)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
-        axes.tick_params(axis="y", labelsize=8 if len(self.values) < 12 else 6)
-        axes.set_title(self.title, fontsize=11)
-        axes.set_xlabel(self.unit)
-
-
-def draw(panels: Sequence[Panel | Bars], path: Path, columns: int = 2) -> None:
+def draw(panels: Sequence[Picture], path: Path, columns: int = 2) -> None:
     """All panels as one PNG. Raises OSError."""
     figure, all_axes = _figure(len(panels), columns)
     for panel, axes in zip(panels, all_axes, strict=False):
@@ -109,17 +94,17 @@ def page(path: Path, title: str, sections: Iterable["Section"]) -> None:
 
 @dataclass
 class Section:
-    """A part of a page; what is empty is left out."""
+    """A part of a page; empty fields are left out."""
 
     title: str
     text: str = ""
     table: Sequence[Sequence[str]] = ()
     """Rows; the first names the columns."""
-    panels: Sequence[Panel | Bars] = ()
+    panels: Sequence[Picture] = ()
     drawings: dict[str, str] = field(default_factory=dict)
-    """Text drawn with characters, by name."""
+    """Drawings in characters, by name."""
     verdict: bool | None = None
-    """The text is good news, or bad."""
+    """Whether the text is good news or bad."""
 
 
 def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
@@ -136,8 +121,8 @@ def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
     return figure, axes
 
 
-def _as_address(panel: Panel | Bars) -> str:
-    """The panel as the address of an image that is in the address itself."""
+def _as_address(panel: Picture) -> str:
+    """The panel as a data: URL of an SVG image."""
     from matplotlib import rc_context
 
     file = io.StringIO()
@@ -149,7 +134,7 @@ def _as_address(panel: Panel | Bars) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last line that a kill cut short is left out."""
+    """The rows of a metrics.jsonl, without a last line that a kill has cut short."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -160,7 +145,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def points(rows: Iterable[dict[str, Any]], key: str) -> Points:
-    """Steps, and the value of this key at each; key may be a path ("dynamics/weight_norm/output")."""
+    """Steps and the values of a key at them; key may be a path ("dynamics/weight_norm/output")."""
     found = []
     for row in rows:
         value: Any = row
@@ -188,33 +173,23 @@ DYNAMICS = {
 
 
 def curve_panels(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
-    """A panel for each number that a logged step has, with a line for each run."""
-    panels = []
-    for key, (title, unit) in CURVES.items():
-        lines = {name: points(rows, key) for name, rows in runs.items()}
-        lines = {name: line for name, line in lines.items() if line[0]}
-        if lines:
-            panels.append(Panel(title, unit, lines))
-    return panels
+    """A panel for each number of CURVES that a run has logged, with a line for each run."""
+    lines = {key: {name: points(rows, key) for name, rows in runs.items()} for key in CURVES}
+    drawn = {key: {name: line for name, line in named.items() if line[0]} for key, named in lines.items()}
+    return [Panel(*CURVES[key], named) for key, named in drawn.items() if named]
 
 
 def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
-    """What `metrics.dynamics_freq` has written of one run: a line for each layer; empty if it is off."""
+    """One run's dynamics (metrics.dynamics_freq) with a line for each layer; empty if they are off."""
     tables: dict[str, Any] = next((row["dynamics"] for row in rows if "dynamics" in row), {})
-    panels = []
-    for key, (title, unit) in DYNAMICS.items():
-        lines = {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})}
-        if lines:
-            panels.append(Panel(title, unit, lines, log=True, shades=True))
-    return panels
+    lines = {key: {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})} for key in DYNAMICS}
+    return [Panel(*DYNAMICS[key], named, log=True, shades=True) for key, named in lines.items() if named]
 
 
 def run_report(folders: Sequence[Path], path: Path) -> None:
-    """The page of one run, or of several over each other, from their dump folders.
+    """The page of one run, or of several runs in the same panels, from their dump folders.
 
-    Raises:
-        OSError: the page cannot be written.
-        ValueError: a folder has no metrics.jsonl with rows in it.
+    Raises OSError if the page cannot be written, ValueError if a folder has no metrics.jsonl with rows.
     """
     short = {folder.resolve().name: folder for folder in folders}
     named = short if len(short) == len(folders) else {str(folder): folder for folder in folders}
@@ -239,7 +214,7 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
 
 
 def about_cells(about: dict[str, Any]) -> list[str]:
-    """Layout, ranks, device, torch and git revision of a run.json, as words."""
+    """Layout, ranks, device, torch and git revision of a run.json, as strings."""
     git = about.get("git") or {}
     revision = (git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
     versions = about.get("versions") or {}

@@ -1,4 +1,4 @@
-"""What a run has saved: its weights as a folder that transformers loads."""
+"""A run's saved weights, as a folder that transformers loads."""
 
 import argparse
 import sys
@@ -20,8 +20,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m components.state", description=__doc__)
     command = parser.add_subparsers(required=True).add_parser("export", help="a run's checkpoint for Hugging Face")
     command.add_argument("run", type=Path, help="a run's dump_folder")
-    command.add_argument("folder", type=Path, help="what to write; must not be there")
-    command.add_argument("--step", type=int, help="the checkpoint; the newest that verifies if not given")
+    command.add_argument("folder", type=Path, help="folder to write; must not exist")
+    command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
     command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
     options = parser.parse_args(argv)
     if options.folder.exists():

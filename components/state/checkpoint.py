@@ -5,10 +5,10 @@
         state.json                     step, sequences consumed, what the data order depends on
         manifest.json                  size and hash of every file
 
-A save is written to a staging folder, made durable, and published by one rename; so a folder called step-N is whole,
-and what happened to it later is found by its manifest. In the background a save is written by a thread: it ends with
-its process, and cannot publish anything after a restart. Loading runs no pickle: torch's .metadata is one, and is read
-by an unpickler that knows only the classes of a checkpoint's table of contents.
+A save is written to a staging folder, made durable, and published by one rename. So a folder called step-N is complete,
+and its manifest shows later damage. A background save runs in a thread: the thread ends with its process and cannot
+publish anything after a restart. Loading executes no pickle: torch's .metadata, which is one, is read by an unpickler
+that knows only the classes of a checkpoint's table of contents.
 """
 
 import pickle
@@ -30,14 +30,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
 from components.files import digest, read_json, sync, write_json
+from components.launch.signals import Agreement
 from components.state.folder import Reader, fault, incomplete, steps_in
 from parallelize.groups import cpu_backend, gather
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""In which a number that an optimizer counts in Python is saved."""
-_TIMEOUT = timedelta(hours=1)  # for ranks that wait while others write, or while the first one makes files durable
+"""How Python numbers in an optimizer's state are saved."""
+_TIMEOUT = timedelta(hours=1)  # ranks wait while others write, and while the first rank makes files durable
 
 
 class Checkpointer:
@@ -47,19 +48,17 @@ class Checkpointer:
         self, folder: Path, config: Checkpoint, stages: list[nn.Module], optimizer: torch.optim.Optimizer
     ) -> None:
         self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
-        # A group of its own: what a save in the background asks of other ranks must not mix with training's questions.
+        # A separate group: collectives of a background save must not mix with those of training.
         self._group = dist.new_group(backend=cpu_backend(), timeout=_TIMEOUT)
         self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
         self._pending: Future[None] | None = None
-        self._all_done: tuple[Tensor, dist.Work | None] | None = None
+        self._all_done = Agreement(dist.ReduceOp.MIN)
 
     def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
-        """Write step-<step>, publish it, and remove what keep_latest_k no longer keeps.
+        """Write step-<step>, publish it, and remove checkpoints beyond keep_latest_k.
 
-        With async_mode = "async" this waits only for the save before it and for a copy of the tensors.
-
-        Raises:
-            OSError: on every rank, if any of them could not write; older checkpoints are untouched.
+        With async_mode = "async" this waits only for the previous save and for a copy of the tensors. Raises OSError on
+        every rank if any rank cannot write; older checkpoints are untouched.
         """
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
@@ -71,34 +70,24 @@ class Checkpointer:
             self._pending = self._background.submit(self._save, copies, state)
 
     def wait(self) -> None:
-        """Wait until the save in the background, if there is one, is published. Raises as save does."""
-        pending, self._pending, self._all_done = self._pending, None, None
+        """Wait until the background save, if any, is published. Raises as save does."""
+        pending, self._pending, self._all_done = self._pending, None, Agreement(dist.ReduceOp.MIN)
         if pending is not None:
             pending.result()
 
     def poll(self) -> None:
-        """Raise what a save in the background failed with, on every rank at the same step. Called each step.
-
-        Never waits for the save: each step starts a reduction and reads the one that the step before started.
-        """
+        """Raise a background save's error on every rank at the same step. Called each step; never waits."""
         if self._pending is None:
             return
-        before, done = self._all_done, torch.tensor([self._pending.done()], dtype=torch.int32)
-        self._all_done = done, dist.all_reduce(done, dist.ReduceOp.MIN, async_op=True)
-        if before is None:
-            return
-        if before[1] is not None:
-            before[1].wait()
-        if before[0].item():
+        if self._all_done(self._pending.done()):
             self.wait()
 
     def load(self, step: int = -1) -> dict[str, Any] | None:
-        """Resume from the newest checkpoint that verifies, or from the given step; its state, or None if there is none.
+        """Resume from the newest checkpoint that verifies, or from the given step; returns its state, None without one.
 
-        Raises:
-            ConfigError: the given step is not there or does not verify, or the tensors do not fit the model.
+        Raises ConfigError if the given step is missing or does not verify, or if the tensors do not fit the model.
         """
-        # The first rank decides what is there: it renames folders while others might be listing them.
+        # Only the first rank lists the folders, since it renames some at the same time.
         steps = self._together(self._tidy, first_only=True)[0]
         if step != -1:
             folder = self.folder / f"step-{step}"
@@ -117,10 +106,9 @@ class Checkpointer:
         return None
 
     def load_initial(self) -> dict[str, Any] | None:
-        """Start from checkpoint.initial_load_path; its state, or None where only the weights are taken.
+        """Start from checkpoint.initial_load_path; returns its state, or None if only the weights are taken.
 
-        Raises:
-            ConfigError: nothing there verifies, or the tensors do not fit the model.
+        Raises ConfigError if nothing there verifies, or if the tensors do not fit the model.
         """
         path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
         steps = self._together(lambda: steps_in(path), first_only=True)[0]
@@ -147,7 +135,7 @@ class Checkpointer:
         return read_json(folder / "state.json")
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
-        """What is saved, by layout-free names; loading writes into the same tensors."""
+        """The saved tensors by layout-free names; loading writes into the same tensors."""
         tensors: dict[str, Tensor] = {}
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
@@ -158,7 +146,7 @@ class Checkpointer:
         return tensors
 
     def _kept(self) -> Iterator[tuple[str, dict[str, Any], str]]:
-        """What the optimizer keeps, of trained parameters alone: its name here, the dict that has it, its key there."""
+        """The optimizer's state of trained parameters: (name in the checkpoint, dict that holds the value, its key)."""
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
                 state = self.optimizer.state.get(parameter, {})
@@ -170,7 +158,7 @@ class Checkpointer:
         return together(action, first_only, self._group)
 
     def _save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        """All of a save but the copy; runs in the background when that is asked for."""
+        """All of a save except for the copy; runs in the background with async_mode = "async"."""
         name, staging = f"step-{state['step']}", None
         try:
             staging = self._together(self._prepare, first_only=True)[0]
@@ -183,25 +171,25 @@ class Checkpointer:
             raise OSError(f"{self.folder / name} could not be saved: {error}") from error
 
     def _prepare(self) -> Path:
-        """A new staging folder, under a new name: a writer from before a restart finds nothing to disturb."""
+        """A staging folder with a new name, so that a writer from before a restart cannot disturb it."""
         self._tidy()
         staging = self.folder / f"{STAGING}{secrets.token_hex(4)}"
         staging.mkdir(parents=True)
         return staging
 
     def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, list]:
-        """Write this rank's part; returns name, size and hash of its files."""
+        """Write this rank's part; returns file name -> size and hash."""
         dcp.save(tensors, storage_writer=_Writer(staging), process_group=self._group)
         return {path.name: digest(path) for path in staging.glob(f"__{dist.get_rank()}_*")}
 
     def _publish(self, staging: Path, target: Path, files: dict[str, list], state: dict[str, Any]) -> None:
-        """Make the staged files durable, then give them their name in one rename."""
+        """Make the staged files durable, then publish them by one rename."""
         write_json(staging / "state.json", state)
         files |= {name: digest(staging / name) for name in (".metadata", "state.json")}
         write_json(staging / "manifest.json", files)
         if reason := fault(staging, hashes=False):
             raise OSError(f"{reason}; do all ranks see the same folder?")
-        # Once more, though torch has synced them: it flushes .metadata after its fsync.
+        # torch syncs its files too, but flushes .metadata after its fsync.
         for path in (*staging.iterdir(), staging):
             sync(path)
         replaced = self.folder / f"{REPLACED}{target.name}"
@@ -213,16 +201,16 @@ class Checkpointer:
         self._prune(target)
 
     def _prune(self, saved: Path) -> None:
-        """Keep the one just saved and the newest others that are whole; what is not ours, or torn, is left alone."""
+        """Keep the checkpoint just saved and the newest other complete ones; foreign or torn folders are left alone."""
         if self.config.keep_latest_k:
             steps = [folder for _, folder in steps_in(self.folder) if folder != saved]
             whole = [folder for folder in steps if fault(folder, hashes=False) is None]
             for folder in whole[: max(0, len(whole) + 1 - self.config.keep_latest_k)]:
-                # Renamed first: half removed, it would look like a torn checkpoint.
+                # Renamed first: a half removed folder would look like a torn checkpoint.
                 shutil.rmtree(folder.rename(self.folder / f"{STAGING}{folder.name}"), ignore_errors=True)
 
     def _tidy(self) -> list[tuple[int, Path]]:
-        """Clear away what a killed save left, put back what it was about to replace, and list what is there."""
+        """Remove the rest of a killed save, restore the folder that it was replacing, and list the checkpoints."""
         for path in self.folder.glob(f"{STAGING}*"):
             shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(f"{REPLACED}*"):
@@ -235,10 +223,9 @@ class Checkpointer:
 
 
 def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
-    """Run action on every rank, or on the first alone; returns every rank's result, to every rank.
+    """Run action on every rank, or on the first alone; returns all ranks' results to every rank.
 
-    Raises:
-        OSError: on every rank, if it failed on any: none is left waiting for the others.
+    Raises OSError on every rank if action fails on any rank, so that none waits for the others.
     """
     value, error = None, None
     if dist.get_rank() == 0 or not first_only:
@@ -259,13 +246,12 @@ def load_tensors(
 ) -> None:
     """Fill tensors, by the names of Checkpointer._tensors, from a verified checkpoint. Called by all ranks.
 
-    Raises:
-        ConfigError: with all that does not fit: also a dtype, unless it is to be converted.
+    Raises ConfigError with every misfit of names, shapes and, unless convert, dtypes.
     """
     reader = Reader(folder)
     try:
         metadata = reader.read_metadata()
-        # Stages of a pipeline have each their own: what none of them has is not in the model.
+        # Each pipeline stage has its own tensors: a saved tensor that no stage has is not in the model.
         names = set().union(*gather(set(tensors)))
         misfits = [misfit for found in gather([*_misfits(tensors, names, metadata, convert)]) for misfit in found]
         if misfits:
@@ -282,7 +268,7 @@ def _quarantine(folder: Path) -> None:
 
 
 def _failures(failure: BaseException) -> dict[int, BaseException]:
-    """What failed, by rank: torch raises the failures of all ranks, wrapped, on each of them."""
+    """Failures by rank: torch raises the wrapped failures of all ranks on each rank."""
     if isinstance(failure, dcp.CheckpointException):
         return {rank: error for rank, (error, _) in failure.failures.items()}
     return {dist.get_rank(): failure}
@@ -298,7 +284,7 @@ def _say(line: str) -> None:
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give the optimizer its moments before they are loaded: a step without gradient and without effect."""
+    """Allocate the optimizer's moments, to load into: a step with zero gradients and zero rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -311,7 +297,7 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata, convert: bool) -> Iterator[str]:
-    """What does not fit among this rank's tensors; and what none of the ranks, whose tensors have these names, has."""
+    """Misfits of this rank's tensors, and saved tensors that no rank has; names: those of all ranks' tensors."""
     saved: dict[str, Any] = dict(metadata.state_dict_metadata)
     for name, tensor in tensors.items():
         if name not in saved:
@@ -327,13 +313,13 @@ def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata, co
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, but for the path that it notes, which each Python pickles differently, and for its errors."""
+    """torch's writer, but it keeps the cause of an error, and notes no path (each Python pickles paths differently)."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as failure:
-            # On a full disk torch.save fails with "unexpected pos"; the reason would not reach the other ranks.
+            # On a full disk torch.save fails with "unexpected pos", which hides the cause from other ranks.
             raise failure.__context__ or failure from None
 
     def storage_meta(self) -> None:

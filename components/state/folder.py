@@ -1,4 +1,4 @@
-"""What stands in a folder of checkpoints, and whether it is whole. Nothing here writes, or runs a pickle."""
+"""Finds checkpoints in a folder and verifies them. Nothing here writes, or executes a pickle."""
 
 import io
 import pickle
@@ -27,10 +27,9 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
-    """A run's job file by tables, and its checkpoint of that step, or the newest that verifies. Called by all ranks.
+    """A run's job file by tables, and its checkpoint of that step or the newest that verifies. Called by all ranks.
 
-    Raises:
-        ConfigError: run is not a dump_folder, or has no such checkpoint.
+    Raises ConfigError if run is not a dump_folder, or has no such checkpoint.
     """
     try:
         config = read_json(run / "run.json")["config"]
@@ -47,9 +46,9 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
 
 
 def fault(folder: Path, hashes: bool = True) -> str | None:
-    """What is wrong with a checkpoint, the same answer on every rank; ranks share the hashing of its files.
+    """The fault of a checkpoint, None if it verifies; the same on every rank. Ranks share the hashing of files.
 
-    With hashes=False only this rank looks, at the sizes.
+    With hashes=False only this rank checks, and only sizes.
     """
     reason = None
     try:
@@ -70,12 +69,12 @@ def fault(folder: Path, hashes: bool = True) -> str | None:
 
 
 def incomplete(folder: Path) -> str | None:
-    """Why a run cannot be continued from a checkpoint that verifies."""
+    """The reason why a verified checkpoint cannot continue a run, or None."""
     return "it holds only weights" if read_json(folder / "state.json")["model_only"] else None
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads a .metadata file: only the classes below, which hold sizes, offsets and file names."""
+    """Reads a .metadata file: knows only the classes below, which hold sizes, offsets and file names."""
 
     _SIZES = ("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
     _ALLOWED: ClassVar = {
@@ -93,7 +92,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader, but for the pickle."""
+    """torch's reader, but with the unpickler above."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()

@@ -1,7 +1,7 @@
 """Weights at step 0: a pure function of the seed, the parameter's name and the index in the full tensor.
 
-Each rank evaluates it on the slice that it holds, so any layout starts from the same bits, without a seed
-checkpoint, a broadcast or a full tensor anywhere. Bits agree among devices of one kind.
+Each rank evaluates the function on its own slice. So every layout starts from the same bits, without a seed checkpoint,
+a broadcast or a full tensor. Bits agree among devices of one kind.
 """
 
 import hashlib
@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from parallelize.sharding import own_slice
 
 _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: what stays in a core's cache; what fills a GPU
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits a core's cache; fills a GPU
 
 
 def give_memory(stages: list[nn.Module], device: torch.device) -> None:
-    """Move stages from the meta device to one where they have memory, with whatever is in it."""
+    """Move stages from the meta device to one with memory, uninitialized."""
     for stage in stages:
         stage.to_empty(device=device)
         stage.tie_weights()  # type: ignore[operator]
@@ -62,7 +62,7 @@ def _fill_normal(parameter: Tensor, std: float, key: int) -> None:
 
 
 def _normal(indices: Tensor, key: int) -> Tensor:
-    """Standard normal float32 numbers for int64 indices, which are overwritten. Within 5.2 of zero."""
+    """Standard normal float32 numbers, within 5.2 of zero, for int64 indices, which are overwritten."""
     bits = indices.add_(key)
     for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
         # >> is arithmetic: the mask makes it logical.

@@ -2,8 +2,8 @@
 
     python -m components.state export outputs/llama_debug FOLDER --dtype bfloat16
 
-writes a run's newest checkpoint (or --step N) as such a folder; checkpoint.last_save_in_hf does it at the end of a run,
-and checkpoint.initial_load_in_hf starts a run from one. Names, and the fields of config.json, are the model's own.
+writes a run's newest checkpoint (or --step N) as such a folder. checkpoint.last_save_in_hf does so at the end of a run,
+and checkpoint.initial_load_in_hf starts a run from such a folder. The model defines names and fields of config.json.
 """
 
 import shutil
@@ -23,29 +23,28 @@ from components.state.checkpoint import together
 from components.state.folder import Reader
 from parallelize.sharding import own_slice
 
-_FILE_BYTES = 5 * 2**30  # at the most, unless one tensor is larger
+_FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
 
 
 class HuggingFaceModel(Protocol):
-    """What a model offers for this."""
+    """What import and export need of a model."""
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]: ...
 
     def hf_name(self, name: str) -> str:
-        """A parameter's name there."""
+        """A parameter's name in a Hugging Face folder."""
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json."""
+        """The content of config.json."""
 
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
-        """What a config.json says otherwise."""
+        """The differences of a config.json from this model."""
 
 
 class Folder:
-    """The safetensors files of a folder: one, or those that its index lists. Reads headers; tensors when asked.
+    """The safetensors files of a folder: one, or those of the index. Tensors are read on request.
 
-    Raises:
-        ConfigError: it is not such a folder.
+    Raises ConfigError if the folder is not a Hugging Face folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -73,16 +72,12 @@ class Folder:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
-        """A slice of a tensor; no more than that is read."""
+        """A slice of a tensor; only the slice is read."""
         return self._files[name].get_slice(name)[where]
 
 
 def check_weights(model: HuggingFaceModel, path: Path) -> None:
-    """Whether a folder has this (whole) model's weights.
-
-    Raises:
-        ConfigError: with every name, shape and size that does not fit.
-    """
+    """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model."""
     wanted = {model.hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
     there = Folder(path).shapes()
     misfits = [f"{name} is missing" for name in wanted if name not in there]
@@ -91,7 +86,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
         for name, shape in wanted.items()
         if there.get(name, shape) != shape
     ]
-    # Old files hold rotary frequencies; and some, of a model that has tied its head to the embedding, both.
+    # Old files hold rotary frequencies, and some files of models with tied weights hold both head and embedding.
     all_names = {model.hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
@@ -106,7 +101,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
-    """Fill every parameter from a folder that check_weights has passed: each rank reads only what it keeps."""
+    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices."""
     folder = Folder(path)
     for stage in stages:
         for name, parameter in stage.named_parameters():
@@ -119,10 +114,8 @@ def load_weights(stages: list[nn.Module], path: Path) -> None:
 def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
     """Write a checkpoint's weights as a folder that transformers loads; ranks share the files. Replaces what is there.
 
-    model is the whole one, on the meta device. Each rank holds one file's tensors at a time.
-
-    Raises:
-        OSError: on every rank, if any of them could not write; what was there before is untouched.
+    model: the whole model, on the meta device. Each rank holds one file's tensors at a time. Raises OSError on every
+    rank if any rank cannot write; an earlier folder is then untouched.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
@@ -140,11 +133,11 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
 
         for number in range(rank, len(parts), ranks):
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
-            with warnings.catch_warnings(action="ignore"):  # that one process loads alone is meant
+            with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
                 dcp.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
             theirs = {model.hf_name(name): tensors.pop(f"model.{name}").to(dtype) for name in parts[number]}
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
-            (staging / names[number]).chmod(0o644)  # safetensors keeps it to its owner
+            (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
 
     def publish() -> None:
         if len(parts) > 1:

@@ -2,16 +2,36 @@
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from components.metrics.report import Bars, Panel, Points, Section, about_cells, draw, page
+from components.metrics.report import COLOURS, Panel, Points, Section, about_cells, draw, page
 from tests.convergence.sides import SERIES, Curve
 from tests.convergence.verdict import BAND, Distance, Floor, differences, distances, first_outside, who_moved
 
 NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+
+
+@dataclass
+class Bars:
+    """One picture: a bar for each name."""
+
+    title: str
+    unit: str
+    values: Mapping[str, float]
+
+    def draw(self, axes: Any) -> None:
+        """Draw into matplotlib's axes."""
+        bars = axes.barh(list(self.values), list(self.values.values()), color=COLOURS[0], height=0.6)
+        axes.bar_label(bars, [f"{value:,.4g}" for value in self.values.values()], fontsize=7, padding=2)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.tick_params(axis="y", labelsize=8 if len(self.values) < 12 else 6)
+        axes.set_title(self.title, fontsize=11)
+        axes.set_xlabel(self.unit)
 
 
 @dataclass
