@@ -152,7 +152,7 @@ def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: py
     installed = {"torch": "2.10.1", "tyro": "1.0.17", "numpy": "1.26"}
     monkeypatch.setattr(environment.metadata, "version", lambda name: installed.get(name, "999"))
     assert environment.missing([]) == ["torch>=2.13"]
-    installed["torch"] = "2.13.0a0+git123"
+    installed["torch"] = "2.14.0a0+git123"
     assert environment.missing([]) == []
     assert environment.missing(["pinned"]) == ["torch==2.13.0"]
     installed["torch"] = "2.13.0+cpu"
