@@ -2,7 +2,7 @@
 
 python -m tests.matrix                      a spread: every pair of settings, in a few layouts
 python -m tests.matrix --all                every product of the axes; writes docs/composition.md
-python -m tests.matrix --random 30 --seed 7 so many, drawn from all
+python -m tests.matrix --random 30 --seed 7 30 layouts drawn from all
 """
 
 import argparse
@@ -187,7 +187,6 @@ def main_layouts(product_ranks: int = 8) -> list[Layout]:
 def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
     """Layouts of every combination of these axes, up to MOST_RANKS ranks; the others have their settings in turn."""
     values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
-    # Once each, in order.
     found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
     turns = random.Random(0)
     others = [axis for axis in AXES if axis not in axes]
