@@ -1,7 +1,7 @@
 """Private names of torch that this repository uses: torch 2.13 has them, another version may lack some."""
 
 from functools import cache
-from importlib import import_module, metadata
+from importlib import import_module
 from operator import attrgetter
 
 from components.config import ConfigError, JobConfig
@@ -69,7 +69,9 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
 
 @cache
 def torch_version() -> str:
-    return metadata.version("torch")
+    from importlib.metadata import version  # 25 ms, and a mistake in a job file is reported before
+
+    return version("torch")
 
 
 def untried() -> str:
