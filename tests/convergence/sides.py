@@ -167,10 +167,12 @@ def run(side: Side, steps: int, settings: tuple[str, ...], folder: Path, disturb
     shutil.rmtree(folder, ignore_errors=True)  # an earlier run's checkpoint would be continued
     folder.mkdir(parents=True)
     # One thread a rank, if nothing else is said: threads that wait for each other on a busy machine take minutes.
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(side.tree), "DISTURB": disturbance}
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHON": sys.executable}
+    environment |= {"PYTHONPATH": str(side.tree), "DISTURB": disturbance}
     if side.degrees:
         environment["NGPU"] = str(side.degrees.world_size)
-    script = DISTURBED if disturbance else side.tree / "components" / "launch.py"
+    # Not a module of ours: another revision has its launcher elsewhere.
+    start = [sys.executable, "-P", str(DISTURBED)] if disturbance else [str(side.tree / "run_train.sh")]
     argv = side.argv(folder.absolute(), steps, settings)
     launches = [argv]
     if side.resume:
@@ -178,8 +180,7 @@ def run(side: Side, steps: int, settings: tuple[str, ...], folder: Path, disturb
         launches = [[*argv, *saving, "--training.steps", str(side.resume)], [*argv, *saving]]
     for words in launches:
         with open(folder / "console.log", "a", encoding="utf-8") as console:
-            command = [sys.executable, "-P", str(script), *words]
-            process = subprocess.Popen(command, env=environment, stdout=console, stderr=console)
+            process = subprocess.Popen([*start, *words], env=environment, stdout=console, stderr=console)
             try:
                 code = process.wait()
             except KeyboardInterrupt:
