@@ -15,7 +15,7 @@ _RUN = ("model", "optimizer", "lr_scheduler", "training", "quantize", "debug")
 """Tables that decide the run."""
 _NOT_THE_RUN = {
     *("local_batch_size", "dataloader", "enable_cpu_offload", "gc_freq", "dataset_cache", "dataset_streaming"),
-    *("implementation", "hf_assets_path", "max_nonfinite_steps"),
+    *("implementation", "attention_kernel", "hf_assets_path", "max_nonfinite_steps"),
 }
 """Keys of them that do not."""
 
