@@ -182,6 +182,15 @@ def check(folder: Path, *more: str) -> list[str]:
     return []
 
 
+def test_a_head_beside_the_embedding_it_is_tied_to_fits(folder: Path, tmp_path: Path) -> None:
+    """Some files of models with tied weights hold the table twice."""
+    copy = tmp_path / folder.name
+    copy.mkdir()
+    every = tensors(folder)
+    save_file({"lm_head.weight": every["model.embed_tokens.weight"].clone()} | every, copy / "model.safetensors")
+    assert check(copy) == []
+
+
 def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) -> None:
     assert check(folder) == []
     copy = tmp_path / folder.name
