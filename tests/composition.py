@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from components.config import ROOT
+from components.metrics import git_revision
 
 Row = dict[str, Any]
 """A layout's settings by axis, its ranks, verdict, figures, refusal and seconds: a line of the results."""
@@ -59,6 +60,7 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         "Written by `python -m tests.matrix --all`. Each layout was compared with one process and is the same run, or",
         "a rule refused the layout before launch. [The promise](promise.md) says how layouts are compared.",
         "",
+        f"Revision {(git_revision()['revision'] or 'unknown')[:7]}. "
         f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "
         f"{len(proven):,} proven, {sum(refusals.values()):,} refused, {len(others):,} neither.",
         "",

@@ -1,6 +1,7 @@
 """docs/composition.md says what was measured, and nothing of other code."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ ROWS = [
 
 def test_the_page_counts_what_was_measured() -> None:
     text = composition.page(ROWS, AXES, BARS)
-    assert "4 layouts of up to 4 ranks" in text
+    assert re.search(r"Revision \w{7}\. 4 layouts of up to 4 ranks", text)
     assert "2 proven, 1 refused, 1 neither." in text
     assert "| gradient | 5.0e-07 | 1.0e-05 |" in text
     assert "| tokens | equal | equal |" in text
