@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -172,18 +172,22 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     return run, meter
 
 
-def report(meter: Meter, parameters: Sequence[Tensor], optimizer: torch.optim.Optimizer) -> str:
-    """What this rank would hold at the highest point of any step but the first, and send in it, as lines of text."""
-    weights, gradients = _bytes(parameters), _bytes(p.grad for p in parameters if p.grad is not None)
-    moments = _bytes(value for state in optimizer.state.values() for value in state.values() if value.ndim)
+def held(run: train.Run, meter: Meter) -> dict[str, int]:
+    """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all."""
+    weights, gradients = _bytes(run.parameters), _bytes(p.grad for p in run.parameters if p.grad is not None)
+    moments = _bytes(value for state in run.optimizer.state.values() for value in state.values() if value.ndim)
     kept = {
         "weights": weights,
         "gradients": gradients,
         "optimizer state": moments,
         "activations, gathered weights, buffers": max(0, meter.peak_before_update - weights - gradients),
     }
-    kept["in all, at the highest point"] = sum(kept.values())
-    lines = [f"  {name:40}{size / 2**30:9.2f} GiB" for name, size in kept.items()]
+    return kept | {"in all, at the highest point": sum(kept.values())}
+
+
+def report(run: train.Run, meter: Meter) -> str:
+    """What this rank would hold, and send in a step, as lines of text."""
+    lines = [f"  {name:40}{size / 2**30:9.2f} GiB" for name, size in held(run, meter).items()]
     lines.append("  a step sends" if meter.sent else "  a step sends nothing")
     for (dimension, kind), (number, size) in sorted(meter.sent.items()):
         lines.append(f"    {f'{dimension}: {number:,} x {kind}':38}{size / 2**30:9.2f} GiB")
@@ -200,7 +204,7 @@ def main(argv: list[str]) -> int:
     run, meter = rehearse(load_config(argv))
     what = describe(run.config, run.degrees, run.parameters)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {what}")
-    print(report(meter, run.parameters, run.optimizer))
+    print(report(run, meter))
     return ExitCode.DONE
 
 
