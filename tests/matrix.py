@@ -284,7 +284,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
     for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
-        same, together = list(group), min(8, max(1, 32 // count))
+        same, together = list(group), min(8, 64 // count)
         for start in range(0, len(same), together):
             batch = same[start : start + together]
             cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]
