@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
                 sides = [sides[0], *that_fit(sides[1:], steps, tuple(settings))]
             for side in sides:
                 check(side, steps, tuple(settings))
-            comparison = compare(sides[0], sides[1:], steps, tuple(settings), folder)
+            comparison = compare(sides[0], sides[1:], steps, tuple(settings), folder, fresh=options.refresh)
             command = shlex.join(["python", "-m", "tests.convergence", *argv])
             write(comparison, folder, command)
             print(f"\n{as_text(comparison.table())}\n")
@@ -117,26 +117,27 @@ def that_fit(sides: list[Side], steps: int, settings: tuple[str, ...]) -> list[S
     return fitting
 
 
-def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str, ...], folder: Path) -> Comparison:
-    """Run the reference, the same with its rounding disturbed, and every side.
+def compare(
+    reference: Side, sides: list[Side], steps: int, settings: tuple[str, ...], folder: Path, fresh: bool = False
+) -> Comparison:
+    """Run the reference and every side.
+
+    The noise floor is that of the golden curve where there is one of this run and device; else, and with fresh, it is
+    measured: the reference runs four more times with its rounding disturbed.
 
     Raises:
         RuntimeError: the reference did not end well.
     """
+    kept = golden.read(golden.path_of(reference.recipe, steps), settings)
+    changes = golden.changes(kept.run, golden.what_decides(reference, steps, settings)) if kept else []
     progress = Progress(reference, sides)
     curve = run(reference, steps, settings, folder / "runs" / "reference")
     progress.show(reference, "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    together = 1 if gpus() else max(1, cores // reference.ranks)
-
-    def disturbed(disturbance: str) -> Curve:
-        done = run(reference, steps, settings, folder / "runs" / disturbance.replace(" ", "_"), disturbance)
-        done.text = disturbance
-        progress.show(reference, disturbance)
-        return done
-
-    with ThreadPoolExecutor(together) as pool:
-        noise = list(pool.map(disturbed, DISTURBANCES))
+    if kept and not changes and not fresh and kept.curve.about["device"] == curve.about["device"]:
+        noise, floor = [], kept.floor
+    else:
+        noise = disturbed(reference, steps, settings, folder, progress)
+        floor = noise_floor(curve, noise)
     curves, failures = [], {}
     for number, side in enumerate(sides):
         try:
@@ -144,13 +145,11 @@ def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str,
         except RuntimeError as error:
             failures[side.text] = str(error)
         progress.show(side, "")
-    kept = golden.read(golden.path_of(reference.recipe, steps), settings)
-    changes = golden.changes(kept.run, golden.what_decides(reference, steps, settings)) if kept else []
     return Comparison(
         f"{reference.recipe.stem}, {steps} steps",
         curve,
         noise,
-        noise_floor(curve, noise),
+        floor,
         curves,
         failures,
         kept.curve if kept else None,
@@ -158,12 +157,29 @@ def compare(reference: Side, sides: list[Side], steps: int, settings: tuple[str,
     )
 
 
+def disturbed(
+    reference: Side, steps: int, settings: tuple[str, ...], folder: Path, progress: "Progress"
+) -> list[Curve]:
+    """The reference's curves with its rounding disturbed in four ways."""
+
+    def disturb(disturbance: str) -> Curve:
+        done = run(reference, steps, settings, folder / "runs" / disturbance.replace(" ", "_"), disturbance)
+        done.text = disturbance
+        progress.show(reference, disturbance)
+        return done
+
+    progress.all += len(DISTURBANCES) * (1 + reference.ranks)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(1 if gpus() else max(1, cores // reference.ranks)) as pool:
+        return list(pool.map(disturb, DISTURBANCES))
+
+
 class Progress:
     """A line for each run that has ended, and how long the rest will take."""
 
     def __init__(self, reference: Side, sides: list[Side]) -> None:
         self.started, self.done = time.perf_counter(), 0
-        self.all = sum(1 + side.ranks for side in [*[reference] * (1 + len(DISTURBANCES)), *sides])
+        self.all = sum(1 + side.ranks for side in [reference, *sides])
 
     def show(self, side: Side, disturbance: str) -> None:
         self.done += 1 + side.ranks

@@ -45,7 +45,7 @@ def condition(threads: int, load: int, cores: set[int]) -> Iterator[None]:
 def main(runs: int) -> int:
     """Print each run with its conditions and how far it was; 1 if any is outside the band."""
     folder = ROOT / "outputs" / "convergence" / "false_alarms"
-    comparison = compare(parse("one rank", RECIPES[0]), [], STEPS, SETTINGS, folder)
+    comparison = compare(parse("one rank", RECIPES[0]), [], STEPS, SETTINGS, folder, fresh=True)
     draw, all_cores = random.Random(0), sorted(os.sched_getaffinity(0))
     for number in range(runs):
         text, threads, load = LAYOUTS[number % len(LAYOUTS)], draw.choice((1, 2, 3)), draw.choice((0, 1, 3))

@@ -167,6 +167,7 @@ _NOISE = (
     "The reference, run again with its rounding disturbed: sums in another order, or every weight moved to its nearest "
     "neighbour. The noise floor at a step is the largest difference that any of these had until then."
 )
+_KEPT = " This floor is the golden curve's: it was measured when that curve was made, on this kind of device."
 
 
 def write(comparison: Comparison, folder: Path, command: str) -> None:
@@ -175,14 +176,14 @@ def write(comparison: Comparison, folder: Path, command: str) -> None:
     shown = [found.reference, *found.curves]
     about = [["side", "layout", "ranks", "device", "torch", "revision"]]
     about += [[curve.text, *about_cells(curve.about)] for curve in shown]
-    noise = [["disturbed", *(f"{NAMES[name]}, largest" for name in SERIES)]]
+    noise = [["disturbed", *(f"{NAMES[name]}, largest" for name in SERIES)]] if found.disturbed else []
     for curve in found.disturbed:
         noise.append([curve.text, *(f"{max(values):.1e}" for values in differences(curve, found.reference).values())])
     sections = [
         Section("Verdict", text, verdict=found.same),
         Section("Each against the reference", table=found.table()),
         Section("Curves", panels=found.panels()),
-        Section("What rounding alone does", _NOISE, table=noise),
+        Section("What rounding alone does", _NOISE + ("" if noise else _KEPT), table=noise),
         Section("Layouts", drawings={curve.text: curve.drawing for curve in shown if curve.drawing}),
         Section("Made by", command, table=about),
         *(Section(f"{side} did not end", reason) for side, reason in found.failures.items()),
