@@ -30,7 +30,7 @@ from torch import nn
 from components.config import Checkpoint
 from components.state import checkpoint
 from components.state.checkpoint import Checkpointer
-from tests.harness import PRELOADED
+from tests.ranks import PRELOADED
 
 
 @dataclass

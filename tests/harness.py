@@ -1,24 +1,15 @@
-"""Run train.py's own build and step functions on real gloo ranks, and observe them. Every layout is proven with it.
-
-Ranks are forked from a server that has torch and train.py imported, so that a layout costs a second and not six.
-"""
+"""Run train.py's own build and step functions on real gloo ranks, and observe them. Every layout is proven with it."""
 
 import __future__
 
-import faulthandler
 import gc
 import hashlib
 import importlib
 import inspect
 import json
 import logging
-import multiprocessing
-import multiprocessing.connection
-import os
 import sys
-import tempfile
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,13 +33,10 @@ from torch.distributed.tensor import DTensor
 
 import train
 from components.config import load_config
-from components.launch.ending import leave
 from components.state.checkpoint import Checkpointer
-from parallelize.groups import gather, init_distributed
+from parallelize.groups import gather
+from tests.ranks import Ranks, kept_ranks
 from tests.small import RECIPE, SMALL
-
-PRELOADED = ["pytest", "tests.harness"]
-"""What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""
 
 gc.freeze()
 
@@ -99,31 +87,15 @@ def observe(*overrides: str, **options: Any) -> Observation:
 
 
 def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
-    """Run cases that need as many ranks, one after another in the same processes; new ones after a case that failed."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    while cases:
-        count, started = cases[0].ranks, time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            # Here, and not on rank 0: a port that is free now may not be when rank 0 asks for it.
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            ranks = [context.Process(target=_rank, args=(rank, cases, folder, store.port)) for rank in range(count)]
-            for rank in ranks:
-                rank.start()
-            for rank in ranks:
-                rank.join(120 + 60 * len(cases))
-            codes = [rank.exitcode for rank in ranks]
-            for rank in ranks:
-                rank.kill()
-            done = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("observation_*"))]
-            errors = "\n".join(path.read_text() for path in sorted(Path(folder).glob("error_*")))
-        if len(cases) == 1 and done:
-            done[0].seconds = time.perf_counter() - started
-        yield from done
-        cases = cases[len(done) :]
-        if cases or any(codes):
-            yield RuntimeError(f"ranks ended with {codes}\n{errors}")
-            cases = cases[1:]
+    """Run cases one after another."""
+    for case in cases:
+        own = case.mutate is not None or bool(case.environment)
+        ranks = Ranks(case.ranks, _observe, case.environment) if own else kept_ranks(case.ranks, _observe)
+        try:
+            yield ranks.run(case)
+        finally:
+            if own:
+                ranks.end()
 
 
 def figures(observed: Observation, reference: Observation) -> dict[str, float]:
@@ -189,38 +161,9 @@ def _of_all_stages(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tens
     return {name: tensor for part in parts for name, tensor in part.items()}
 
 
-def _rank(rank: int, cases: Sequence[Case], folder: str, port: int) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(cases[0].ranks), "LOCAL_RANK": str(rank)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= cases[0].environment
-    code = 0
-    gc.disable()  # as train.train does
-    faulthandler.enable()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    try:
-        device = init_distributed(20)
-        for number, case in enumerate(cases):
-            started = time.perf_counter()
-            observation = _observe(case, device)
-            observation.seconds = time.perf_counter() - started
-            if rank == 0:
-                torch.save(observation, Path(folder) / f"observation_{number:04}")
-            gc.collect()
-    except BaseException as error:
-        code = 1
-        (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
-    leave(code)
-
-
-def _end_with_parent() -> None:
-    """A rank whose test was killed would wait for its peers, and train on."""
-    parent = multiprocessing.parent_process()
-    if parent is not None and multiprocessing.connection.wait([parent.sentinel]):
-        os._exit(1)
-
-
 def _observe(case: Case, device: torch.device) -> Observation:
     """The loop of train.train without metrics and signals: what it calls is train.py's own."""
+    started = time.perf_counter()
     if case.mutate:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
@@ -262,9 +205,10 @@ def _observe(case: Case, device: torch.device) -> Observation:
     weights, gradients = _weights(run), _of_all_stages(run, gradients)
     extra = case.at_end(run) if case.at_end else None
     vars(train)["clip_gradients"] = clip
-    torch._dynamo.reset()  # what other cases in this process compile is not to be counted with this one's
-    by_rank = [norm for _, _, norm in everything]
-    return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra)
+    torch._dynamo.reset()  # what one case compiles is not counted with another's
+    torch.use_deterministic_algorithms(False)
+    by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
+    return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra, seconds)
 
 
 def _observed_batches(

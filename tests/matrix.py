@@ -274,7 +274,7 @@ def one_process(run: tuple[str, ...]) -> Observation:
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     """Run every layout that no rule refuses.
 
-    A few layouts of one mesh share processes, and so DTensor's caches of that mesh; each leaves its groups' threads.
+    Layouts of one mesh come one after another: they share DTensor's caches of that mesh.
     """
     accepted: list[Layout] = []
     for each in layouts:
@@ -283,16 +283,12 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
         else:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
-    for count, group in itertools.groupby(accepted, key=lambda each: each.ranks):
-        same, together = list(group), min(8, 64 // count)
-        for start in range(0, len(same), together):
-            batch = same[start : start + together]
-            cases = [Case(overrides=each.overrides(), ranks=count, valid_labels=LABELS) for each in batch]
-            for each, observed in zip(batch, observe_all(cases), strict=True):
-                if isinstance(observed, RuntimeError):
-                    yield Result(each, "", str(observed), {}, 0.0)
-                else:
-                    yield Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)
+    cases = [Case(overrides=each.overrides(), ranks=each.ranks, valid_labels=LABELS) for each in accepted]
+    for each, observed in zip(accepted, observe_all(cases), strict=True):
+        if isinstance(observed, RuntimeError):
+            yield Result(each, "", str(observed), {}, 0.0)
+        else:
+            yield Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)
 
 
 def main(argv: list[str]) -> int:

@@ -19,7 +19,8 @@ from components.dry_run import Meter, held, rehearse
 from components.start import check
 from models import MODELS
 from parallelize.schedules import number_of_stages
-from tests.harness import PRELOADED, observe
+from tests.harness import observe
+from tests.ranks import PRELOADED
 from tests.small import RECIPE, SMALL
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))

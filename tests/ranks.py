@@ -1,0 +1,137 @@
+"""Processes that are the ranks of a world, for tests: forked from a server that has torch and train.py imported.
+
+They do one case after another, so that a layout costs a second and not six.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from components.launch.ending import leave
+from parallelize.groups import init_distributed
+
+PRELOADED = ["pytest", "tests.harness"]
+"""What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""
+Work = Callable[[Any, torch.device], Any]
+_MOST_SECONDS = 180
+
+
+class Ranks:
+    """Processes of one world, that do one case after another: work(case, device) is called in each."""
+
+    def __init__(self, count: int, work: Work, environment: dict[str, str]) -> None:
+        # Here, and not on rank 0: a port that is free now may not be when rank 0 asks for it.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._folder = tempfile.TemporaryDirectory()
+        self.count, self.cases, self.alive = count, 0, True
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        pipes = [context.Pipe() for _ in range(count)]
+        self._pipes = [ours for ours, _ in pipes]
+        self._processes = [
+            context.Process(
+                target=_rank,
+                args=(rank, count, work, environment, self._folder.name, self._store.port, theirs),
+                daemon=True,
+            )
+            for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self._processes:
+            process.start()
+        for _, theirs in pipes:
+            theirs.close()
+
+    def run(self, case: Any) -> Any:
+        """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks."""
+        self.cases += 1
+        deadline = time.monotonic() + _MOST_SECONDS
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # it has ended: the answer is missing too
+                pipe.send(case)
+        answers = [_answers(pipe, deadline) for pipe in self._pipes]
+        if all(answers):
+            return torch.load(Path(self._folder.name) / "result", weights_only=False)
+        for process in self._processes:
+            process.join(5)
+        codes = [process.exitcode for process in self._processes]
+        errors = "\n".join(path.read_text() for path in sorted(Path(self._folder.name).glob("error_*")))
+        self.end()
+        return RuntimeError(f"ranks ended with {codes}\n{errors}")
+
+    def end(self) -> None:
+        """End all processes, without a word of theirs."""
+        self.alive = False
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+_kept: dict[int, Ranks] = {}
+"""Ranks that wait for another case, by their number: torch's caches of a layout's operations are filled once."""
+_MOST_KEPT, _MOST_CASES = 16, 64
+"""Ranks that are kept, in all; and cases of one world, by its ranks: each case leaves its groups' threads."""
+
+
+def kept_ranks(count: int, work: Work) -> Ranks:
+    """Ranks that are as new: no case of theirs has planted a fault, set the environment or failed."""
+    ranks = _kept.pop(count, None)
+    if ranks and (not ranks.alive or ranks.cases >= max(4, _MOST_CASES // count)):
+        ranks.end()
+        ranks = None
+    for other in [*_kept]:
+        if count + sum(_kept) > _MOST_KEPT:
+            _kept.pop(other).end()
+    _kept[count] = ranks or Ranks(count, work, {})
+    return _kept[count]
+
+
+def _answers(pipe: Connection, deadline: float) -> bool:
+    try:
+        return pipe.poll(max(0, deadline - time.monotonic())) and pipe.recv() is None
+    except (EOFError, OSError):
+        return False
+
+
+def _rank(
+    rank: int, count: int, work: Work, environment: dict[str, str], folder: str, port: int, pipe: Connection
+) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= environment
+    gc.disable()  # as train.train does
+    faulthandler.enable()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        device = init_distributed(20)
+        while True:
+            case = pipe.recv()
+            result = work(case, device)
+            if rank == 0:
+                torch.save(result, Path(folder) / "result")
+            gc.collect()
+            pipe.send(None)
+    except BaseException as error:
+        (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
+    leave(1)
+
+
+def _end_with_parent() -> None:
+    """A rank whose test was killed would wait for its peers, and train on."""
+    parent = multiprocessing.parent_process()
+    if parent is not None and multiprocessing.connection.wait([parent.sentinel]):
+        os._exit(1)
