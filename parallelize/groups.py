@@ -1,5 +1,6 @@
 """Process groups and the device of a rank, and what all ranks agree on."""
 
+import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -45,12 +46,20 @@ def cpu_backend() -> str:
 def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
     """What torch does for "gloo", but for the number of threads: it takes no options for it."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks what is used of its options
-    options, interfaces = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", "")
+    options = gloo._Options()
     options._threads, options._timeout = 1, asked.timeout
-    options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name]
-    options._devices = options._devices or [gloo.create_default_device()]
+    options._devices = _gloo_devices(os.environ.get("GLOO_SOCKET_IFNAME", ""))
     options.global_ranks_in_group, options.group_name = asked.global_ranks_in_group, asked.group_id
     return gloo(asked.store, asked.group_rank, asked.group_size, options)
+
+
+@functools.cache
+def _gloo_devices(interfaces: str) -> list[Any]:
+    """Shared by all groups: each device has a thread that wakes up a hundred times a second."""
+    gloo: Any = dist.ProcessGroupGloo
+    return [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
+        gloo.create_default_device()
+    ]
 
 
 def set_timeout(timeout_seconds: int, mesh: Mesh) -> None:
