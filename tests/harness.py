@@ -27,14 +27,17 @@ import torch._dynamo
 import torch.distributed as dist
 import torch.distributed._functional_collectives
 import torch.distributed.pipelining
+import torch.distributed.tensor.debug
 import torch.distributed.tensor.parallel
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._redistribute import _gen_transform_infos
 
 import train
-from components.config import load_config
+from components.config import JobConfig, load_config
 from components.state.checkpoint import Checkpointer
 from parallelize.groups import gather
+from parallelize.mesh import resolve_degrees
 from tests.ranks import Ranks, kept_ranks
 from tests.small import RECIPE, SMALL
 
@@ -168,6 +171,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
     config = load_config(argv)
+    _forget_other_meshes(config)
     run = train.build(config, device)
     checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
     if case.folder:
@@ -209,6 +213,22 @@ def _observe(case: Case, device: torch.device) -> Observation:
     torch.use_deterministic_algorithms(False)
     by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
     return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra, seconds)
+
+
+def _forget_other_meshes(config: JobConfig) -> None:
+    """Clear DTensor's caches where the mesh is not that of the case before.
+
+    They keep the mesh and groups with which a rank first saw an operation: after another mesh, ranks could differ.
+    """
+    mesh = resolve_degrees(config, dist.get_world_size()), config.parallelism.pipeline_first
+    if [mesh] != _MESH:
+        torch.distributed.tensor.debug._clear_sharding_prop_cache()
+        _gen_transform_infos.cache_clear()
+    _MESH[:] = [mesh]
+
+
+_MESH: list[Any] = []
+"""Of the case before, in this process."""
 
 
 def _observed_batches(
