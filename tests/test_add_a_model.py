@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT
+from tests.test_extend import share_tokens
 
 PAGE = (ROOT / "docs" / "add_a_model.md").read_text()
 
@@ -27,6 +28,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("copy") / "repository"
     ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "outputs", "__pycache__", ".*_cache")
     shutil.copytree(ROOT, copy, ignore=ignored)
+    share_tokens(copy)
     for path, content in files_of_the_page().items():
         assert not (copy / path).exists()
         (copy / path).write_text(content)

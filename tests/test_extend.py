@@ -67,6 +67,14 @@ def sections(page: str) -> list[Section]:
     return found
 
 
+def share_tokens(copy: Path) -> None:
+    """The texts are the same: they are not tokenized again."""
+    tokens = ROOT / ".cache" / "tokens"
+    tokens.mkdir(parents=True, exist_ok=True)
+    (copy / ".cache").mkdir()
+    (copy / ".cache" / "tokens").symlink_to(tokens)
+
+
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
     listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
@@ -75,6 +83,7 @@ def repository(tmp_path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, target)
+    share_tokens(tmp_path / "repository")
     return tmp_path / "repository"
 
 
