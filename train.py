@@ -135,7 +135,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     Raises ConfigError if the data order or the global batch differs from the checkpoint's.
     """
     checkpoint = run.config.checkpoint
-    state = checkpointer.load(checkpoint.load_step) if checkpoint.enable else None
+    state = checkpointer.load() if checkpoint.enable else None
     if state is None and checkpoint.initial_load_path:
         if checkpoint.initial_load_in_hf:
             load_weights(run.stages, Path(checkpoint.initial_load_path))
@@ -145,10 +145,10 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
             print(f"weights from {checkpoint.initial_load_path}", flush=True)
     if state is None:
         return
-    if "train_state" not in checkpoint.exclude_from_loading:
+    if "train_state" not in checkpointer.excluded:
         run.step, run.tokens = state["step"], state["tokens"]
         run.skipped_steps.fill_(state["skipped_steps"])
-    if "dataloader" not in checkpoint.exclude_from_loading:
+    if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
     if dist.get_rank() == 0:

@@ -1,10 +1,31 @@
-"""Files: JSON, hashes, durability."""
+"""Files: JSON, hashes, durability, and reads that a store may fail once."""
 
 import hashlib
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+WAITS_SECONDS = [0.1, 0.3, 1.0]
+"""Between two tries of a read: a shared store that fails over answers within a second or not for minutes."""
+
+
+def patiently(path: Path, read: Callable[[], T]) -> T:
+    """What read returns, tried again after each of WAITS_SECONDS. Raises the last OSError, which names path."""
+    for seconds in WAITS_SECONDS:
+        try:
+            return read()
+        except OSError:
+            time.sleep(seconds)
+    try:
+        return read()
+    except OSError as error:
+        # That of opening a file names it, that of reading one does not.
+        raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
 def write_json(path: Path, value: object) -> None:
@@ -33,7 +54,7 @@ def replace(path: Path, text: str) -> None:
 def digest(path: Path) -> list:
     """Size in bytes, and a hash, of a file."""
     with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
+        return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
 
 
 def sync(path: Path) -> None:

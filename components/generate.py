@@ -24,8 +24,8 @@ from components.data.tokenizer import Tokenizer, load_tokenizer
 from components.files import read_json
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.checkpoint import load_tensors
 from components.state.folder import find_checkpoint
+from components.state.tensors import load_tensors
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
 from models.attention import AttentionCore, Visible

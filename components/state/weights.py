@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
 from components.files import read_json, write_json
-from components.state.checkpoint import together
-from components.state.folder import Reader
+from components.state.tensors import check_finite, open_reader
+from components.state.together import read_together, together
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
@@ -101,8 +101,15 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
-    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices."""
-    folder = Folder(path)
+    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices.
+
+    Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
+    """
+    read_together(lambda: _fill(stages, Folder(path)))
+    check_finite({name: parameter for stage in stages for name, parameter in stage.named_parameters()}, path)
+
+
+def _fill(stages: list[nn.Module], folder: Folder) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             local, offset = own_slice(parameter.detach())
@@ -119,7 +126,7 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
-    parts = _files(model, dtype)
+    reader, parts = open_reader(checkpoint), _files(model, dtype)
     names = [f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))]
     if len(parts) == 1:
         names = ["model.safetensors"]
@@ -134,7 +141,7 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         for number in range(rank, len(parts), ranks):
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
             with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
-                dcp.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
             theirs = {model.hf_name(name): tensors.pop(f"model.{name}").to(dtype) for name in parts[number]}
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
             (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
