@@ -90,7 +90,10 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
         hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     if not fake:
-        _check_dump_folder(config)
+        _check_folder(config, "job.dump_folder", Path(config.job.dump_folder))
+        if config.checkpoint.enable and not config.checkpoint.load_only:
+            folder = Path(config.job.dump_folder) / config.checkpoint.folder
+            _check_folder(config, "checkpoint.folder", folder)
         check_device(config, (9, 0) if gpus() else None)  # ranks check the actual device
     check_layout(config, degrees)  # last, since it imports torch for the model's sizes
     if not fake:
@@ -135,14 +138,14 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
     return run_ranks(command, settings, logs)
 
 
-def _check_dump_folder(config: JobConfig) -> None:
-    """Raises ConfigError if the folder could not be made; does not make it, since later checks may fail."""
-    folder = Path(config.job.dump_folder).absolute()
+def _check_folder(config: JobConfig, key: str, folder: Path) -> None:
+    """Raises ConfigError if files could not be made in it; does not make it, since later checks may fail."""
+    folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir():
-        raise ConfigError(mistake(config, "job.dump_folder", f"{there} is not a folder"))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(mistake(config, "job.dump_folder", f"no permission to write in {there}"))
+        raise ConfigError(mistake(config, key, f"{there} is not a folder"))
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(mistake(config, key, f"no permission to write in {there}"))
 
 
 def print_help() -> None:

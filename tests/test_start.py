@@ -71,6 +71,22 @@ def test_the_dump_folder_must_be_one_that_can_be_made(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"], "checking makes nothing"
 
 
+def test_checkpoints_must_be_writable_before_a_model_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--job.dump_folder", str(tmp_path), "--checkpoint.enable"]
+    (tmp_path / "checkpoint").touch()
+    with pytest.raises(ConfigError, match=f"checkpoint.folder.*: {tmp_path}/checkpoint is not a folder"):
+        start.check(words, {"NGPU": "1"})
+    (tmp_path / "checkpoint").unlink()
+    start.check(words, {"NGPU": "1"})
+    (tmp_path / "checkpoint").mkdir()
+    allowed = os.access
+    read_only = str(tmp_path / "checkpoint")  # as a file system mounted so, on which root cannot write either
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != read_only and allowed(path, mode))
+    with pytest.raises(ConfigError, match=f"checkpoint.folder.*: no permission to write in {tmp_path}/checkpoint"):
+        start.check(words, {"NGPU": "1"})
+    start.check([*words, "--checkpoint.load_only"], {"NGPU": "1"})
+
+
 def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     recipe = ["--job.config_file", str(start.DEFAULT_RECIPE)]
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
