@@ -39,7 +39,7 @@ def command(folder: Path, until: int, prune: bool = True, **config: Any) -> tupl
 
 def test_load_step_goes_back_once(tmp_path: Path) -> None:
     command(tmp_path, 16)
-    again = {"load_step": 8, "keep_latest_k": 2}
+    again: dict[str, Any] = {"load_step": 8, "keep_latest_k": 2}
     printed = run(_start, tmp_path, 9, True, again)[0].printed
     assert "a new branch begins at step 8; later steps are put aside as abandoned-step-N: 12, 16" in printed
     assert names(tmp_path) == {"step-4", "step-8", "abandoned-step-12", "abandoned-step-16"}
@@ -69,7 +69,7 @@ def test_a_branch_that_was_not_saved_yet_begins_again_at_its_step(tmp_path: Path
 
 def test_an_excluded_data_position_is_excluded_once(tmp_path: Path) -> None:
     command(tmp_path, 8)
-    anew = {"exclude_from_loading": ["dataloader"]}
+    anew: dict[str, Any] = {"exclude_from_loading": ["dataloader"]}
     begins = [command(tmp_path, until, **anew) for until in (10, 13, 17, 19, 21)]
     assert begins == [(8, 0), (8, 0), (12, 28), (16, 56), (16, 56)]
     assert command(tmp_path, 21, exclude_from_loading=["dataloader", "optimizer"]) == (20, 84), "only what is new"
@@ -78,7 +78,7 @@ def test_an_excluded_data_position_is_excluded_once(tmp_path: Path) -> None:
 def test_an_excluded_step_is_excluded_once(tmp_path: Path) -> None:
     """The checkpoint that the branch began with stays until the branch has one of its own."""
     command(tmp_path, 12)
-    anew = {"exclude_from_loading": ["train_state"]}
+    anew: dict[str, Any] = {"exclude_from_loading": ["train_state"]}
     assert command(tmp_path, 3, **anew) == (0, 84)
     assert names(tmp_path) == {"step-4", "step-8", "step-12"}
     begins = [command(tmp_path, until, **anew) for until in (5, 9, 13)]
@@ -97,7 +97,7 @@ def test_the_only_checkpoint_survives_a_kill_while_its_step_is_saved_anew(tmp_pa
 
 
 def test_excluded_at_the_first_start_is_not_excluded_later(tmp_path: Path) -> None:
-    anew = {"exclude_from_loading": ["dataloader", "optimizer", "train_state"]}
+    anew: dict[str, Any] = {"exclude_from_loading": ["dataloader", "optimizer", "train_state"]}
     assert command(tmp_path, 8, **anew) == (0, 0)
     assert command(tmp_path, 8, **anew) == (8, 56)
 

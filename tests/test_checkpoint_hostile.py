@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import Metadata
@@ -113,7 +114,11 @@ def _bytes_entry(folder: Path, mark: Path) -> None:
 
 def _tensor_file(folder: Path, mark: Path) -> None:
     write = torch.save
-    filesystem.torch.save = lambda _, file: write(_Payload(mark), file)  # type: ignore[assignment]
+
+    def write_payload(tensor: Tensor, file: Any) -> None:
+        write(_Payload(mark), file)
+
+    filesystem.torch.save = write_payload  # type: ignore[assignment]
     model, optimizer = small(10)
     dcp.save(Checkpointer(folder, Checkpoint(), [model], optimizer)._tensors(True), checkpoint_id=folder)
     filesystem.torch.save = write

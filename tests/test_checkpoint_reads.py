@@ -83,15 +83,15 @@ class _Reads(io.FileIO):
 def _sweep(folder: Path, victim: int, number: int, lasting: bool) -> tuple[int, list[str]]:
     """Fail each read of a resume on one rank; returns how many there are, and what was wrong on this rank."""
     files.WAITS_SECONDS[:] = [0.0, 0.0]
-    before, store, wrong = names(folder), Store(folder), []
+    before, store = names(folder), Store(folder)
+    wrong: list[str] = []
     for at in range(1, 1000):
         store.arm(at if dist.get_rank() == victim else 10_000, number, lasting)
         try:
             found: Any = load(folder)
         except ConfigError as error:
             found = str(error)
-        store.at, failed = 0, [None]
-        failed = [store.failing]
+        store.at, failed = 0, [store.failing]
         dist.broadcast_object_list(failed, src=victim)
         dist.barrier()
         if failed[0] is None:
