@@ -228,12 +228,18 @@ def _load_hostile(folder: Path, mark: Path, form: str, words: dict[str, Any]) ->
     return error
 
 
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("honest"), 10) / "step-10"
+
+
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("initial", [False, True], ids=["own folder", "initial path"])
-def test_a_hostile_checkpoint_is_refused_and_nothing_runs(tmp_path: Path, form: str, initial: bool) -> None:
-    folder = saved(tmp_path / "stranger", 10) / "step-10"
+def test_a_hostile_checkpoint_is_refused_and_nothing_runs(tmp_path: Path, honest: Path, form: str) -> None:
+    folder = tmp_path / "stranger" / "step-10"
+    shutil.copytree(honest, folder)
     (tmp_path / "secret").write_text("of this machine")
-    words = {"initial_load_path": str(tmp_path / "stranger")} if initial else {}
+    # Every second one as the checkpoint that a run starts from, the others in the run's own folder.
+    words = {"initial_load_path": str(folder.parent)} if [*FORMS].index(form) % 2 else {}
     error = value_of(_load_hostile, folder, tmp_path / "mark", form, words)
     assert FORMS[form][1] in error
     assert str(folder) in error

@@ -1,10 +1,12 @@
 """Campaigns of the store: what takes too long for the test command.
 
-A whole process tree is killed at random while two ranks save every step, 200 times by default; each start has to load
+kills: a whole process tree is killed at random while two ranks save every step, 200 times by default; each start has to load
 bits that some step had, of no step before the last one published. Progress is in .cache/tests, so a campaign that was
 cut goes on where it stood: python -m tests.faults.storage 200
 """
 
+import errno
+import itertools
 import json
 import multiprocessing
 import os
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,8 +26,9 @@ from components.config import ROOT
 from components.files import read_json_if_whole, replace
 from components.state.checkpoint import Checkpointer
 from components.state.folder import steps_in
-from tests.checkpoints import checkpointer, fork_ranks
+from tests.checkpoints import checkpointer, fork_ranks, run, saved
 from tests.harness import PRELOADED
+from tests.test_checkpoint_reads import ERRNOS, sweep
 
 FOLDER = ROOT / ".cache" / "tests" / "kills"
 _SIZES = (300, 200, 100)  # a save takes some milliseconds, so that most kills hit one
@@ -72,6 +76,22 @@ def _kill_once(mode: str) -> dict[str, int]:
     shutil.rmtree(FOLDER / "tmp", ignore_errors=True)
     counts = {"kills": 1, "in a save": int(in_a_save), "steps": _published()}
     return counts | {"bad loads": int((FOLDER / "bad").exists()), "early starts": int(began < published)}
+
+
+def campaign_reads(times: int = 1) -> list[str]:
+    """Fail every read of a resume with every error, on each of two ranks, for good and once."""
+    reads, wrong = 0, []
+    for number, victim, lasting in itertools.product(ERRNOS * times, (0, 1), (True, False)):
+        with tempfile.TemporaryDirectory() as folder:
+            for outcome in run(sweep, saved(Path(folder), 10, 20, world=2), victim, lasting, (number,), world=2):
+                assert not outcome.error, outcome.error
+                wrong += outcome.value[1]
+            reads += outcome.value[0]
+    errors = ", ".join(errno.errorcode[number] for number in ERRNOS)
+    return [
+        f"{reads} reads of a resume failed ({errors}): {len(wrong)} renames, silent starts or unnamed files",
+        *wrong,
+    ]
 
 
 def _published() -> int:
