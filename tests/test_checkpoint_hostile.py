@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
 from components.config import Checkpoint, ConfigError
@@ -79,9 +78,8 @@ def _negative_size(table: Metadata, mark: Path) -> None:
 
 def _class_of_torch_changed(folder: Path, mark: Path) -> None:
     """BUILD with attributes for a class, not an instance: in torch's own unpickler every later table has them."""
-    name = torch_metadata.TensorProperties.__module__.encode()
-    attributes = pickle.dumps((None, {"dtype": "changed"}), 2)[2:-1]
-    raw = b"\x80\x02c" + name + b"\nTensorProperties\n" + attributes + b"b."
+    attributes = pickle.dumps((None, {"version": "changed"}), 2)[2:-1]
+    raw = b"\x80\x02c" + Metadata.__module__.encode() + b"\nMetadata\n" + attributes + b"b."
     (folder / ".metadata").write_bytes(raw)
     resign(folder)
 
@@ -221,8 +219,7 @@ def _load_hostile(folder: Path, mark: Path, form: str, words: dict[str, Any]) ->
     assert not mark.exists(), "it ran"
     outside = [path for path in opened if Path(path).name in ("secret", "elsewhere")]
     assert not outside, "a file outside the folder was opened"
-    table = torch_metadata.TensorProperties()
-    assert isinstance(table.dtype, torch.dtype), "a class of torch's was changed"
+    assert Metadata.version is None, "a class of torch's was changed"
     pickle.Unpickler(io.BytesIO(pickle.dumps(_Payload(mark)))).load()
     assert mark.exists(), "the payload would have worked"
     return error

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
 from components.files import read_json, write_json
-from components.state.tensors import check_finite, open_reader
+from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
 from parallelize.sharding import own_slice
 
@@ -126,7 +126,7 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
-    reader, parts = open_reader(checkpoint), _files(model, dtype)
+    parts = _files(model, dtype)
     names = [f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))]
     if len(parts) == 1:
         names = ["model.safetensors"]
@@ -135,7 +135,7 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
-    def write() -> None:
+    def write(reader: Reader) -> None:
         from safetensors.torch import save_file
 
         for number in range(rank, len(parts), ranks):
@@ -164,7 +164,8 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
 
     try:
         together(begin, first_only=True)
-        together(write)
+        reader = open_reader(checkpoint)
+        together(lambda: write(reader))
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error

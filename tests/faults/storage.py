@@ -1,8 +1,10 @@
 """Campaigns of the store: what takes too long for the test command.
 
-kills: a whole process tree is killed at random while two ranks save every step, 200 times by default; each start has to load
-bits that some step had, of no step before the last one published. Progress is in .cache/tests, so a campaign that was
-cut goes on where it stood: python -m tests.faults.storage 200
+kills: a whole process tree is killed at random while two ranks save every step. Each start has to load bits that some
+step had, and of no step before the last one published. Progress is in .cache/tests, so a campaign that was cut goes on
+where it stood: python -m tests.faults.storage 200
+
+reads: every read of a resume fails, with each error, on each rank.
 """
 
 import errno
