@@ -152,6 +152,17 @@ def test_checkpoints_of_which_none_loads_are_no_beginning(tmp_path: Path, world:
     assert names(tmp_path) == {"step-10", "step-20"}, "renamed on a doubt"
 
 
+def _load_other_sizes(folder: Path) -> None:
+    checkpointer(folder, 99, (6, 7, 3)).load()
+
+
+def test_a_start_that_is_refused_renames_nothing(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20)
+    flip_a_bit(tmp_path / "step-20")
+    assert "does not fit this model" in run(_load_other_sizes, tmp_path)[0].error
+    assert names(tmp_path) == {"step-10", "step-20"}
+
+
 def test_what_was_put_aside_earlier_is_no_beginning_either(tmp_path: Path) -> None:
     saved(tmp_path, 10)
     (tmp_path / "step-10").rename(tmp_path / "corrupt-step-10")
