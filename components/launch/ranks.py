@@ -1,8 +1,6 @@
 """Starts the ranks of this node, shows and logs their output, passes signals on, and reports how they ended.
 
-torchrun's agent (torch.distributed.elastic) lets nodes meet, numbers the ranks and restarts them. Its four abstract
-methods are implemented here, because torchrun's local agent kills a rank that is still saving 30 seconds after another
-rank ended, signals loader workers too, dies of SIGUSR1, breaks progress bars into lines, and always exits with 1.
+agent.py starts them again; process.py is one of them.
 """
 
 from __future__ import annotations
@@ -19,16 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
+from components.launch.agent import run_agent
 from components.launch.exit_codes import ExitCode
 from components.launch.process import RankProcess, last_lines, say
 from components.launch.signals import STOP_SIGNALS
@@ -55,100 +44,12 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
         signal.signal(number, ranks.on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, ranks.on_signal)
-    thread = threading.Thread(target=_run_agent, args=(ranks, settings), daemon=True)
+    thread = threading.Thread(target=run_agent, args=(ranks, settings), daemon=True)
     thread.start()
     # Only this thread runs signal handlers, but the kernel may deliver a signal to another thread without waking it.
     while thread.is_alive():
         thread.join(0.1)
     return ranks.report()
-
-
-def _run_agent(ranks: Ranks, settings: Settings) -> None:
-    static = settings.node_rank is not None and settings.nodes > 1
-    try:
-        handler = get_rendezvous_handler(
-            RendezvousParameters(
-                backend="static" if static else "c10d",
-                endpoint=settings.endpoint or "localhost:0",
-                run_id="meshwright",
-                min_nodes=settings.nodes,
-                max_nodes=settings.nodes,
-                local_addr=None if settings.endpoint else "localhost",
-                **({"rank": settings.node_rank} if static else {}),
-            )
-        )
-        spec = WorkerSpec(
-            role="trainer",
-            local_world_size=settings.ranks,
-            rdzv_handler=handler,
-            entrypoint=ranks.command[0],
-            args=tuple(ranks.command[1:]),
-            max_restarts=settings.restarts,
-            local_addr=None if settings.endpoint else "localhost",
-        )
-        try:
-            _Agent(spec, ranks).run()
-        finally:
-            handler.shutdown()
-    except Exception as error:
-        ranks.kill()
-        ranks.error = error
-
-
-class _Agent(SimpleElasticAgent):
-    """torchrun's agent, with ranks that Ranks starts and watches."""
-
-    def __init__(self, spec: WorkerSpec, ranks: Ranks) -> None:
-        super().__init__(spec)
-        self._ranks = ranks
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks with the variables that torchrun documents."""
-        spec = worker_group.spec
-        shared = {
-            "MASTER_ADDR": worker_group.master_addr,
-            "MASTER_PORT": worker_group.master_port,
-            "LOCAL_WORLD_SIZE": spec.local_world_size,
-            "GROUP_RANK": worker_group.group_rank,
-            "GROUP_WORLD_SIZE": worker_group.group_world_size,
-            "ROLE_NAME": spec.role,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-        }
-        variables = {
-            worker.global_rank: {
-                **shared,
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-                "WORLD_SIZE": worker.world_size,
-                "ROLE_RANK": worker.role_rank,
-                "ROLE_WORLD_SIZE": worker.role_world_size,
-            }
-            for worker in worker_group.workers
-        }
-        pids = self._ranks.start(variables)
-        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._ranks.running():
-            return RunResult(state=WorkerState.HEALTHY)
-        if self._ranks.failed():
-            if not self._ranks.worth_restarting():
-                self._remaining_restarts = 0
-            elif self._remaining_restarts:
-                self._ranks.report_failure("starting all ranks again")
-            return RunResult(state=WorkerState.FAILED)
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
-        )
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._ranks.kill()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._ranks.kill()
 
 
 class Ranks:
