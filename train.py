@@ -217,8 +217,11 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
 
 
 @torch.no_grad()
-def validate(run: Run) -> tuple[float, int]:
-    """Mean loss of a label over the validation data, and the number of labels; the same on every rank."""
+def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
+    """Mean loss of a label over the validation data, and the number of labels; the same on every rank.
+
+    Cut short, and of no meaning, if all ranks agree to stop meanwhile.
+    """
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -227,7 +230,7 @@ def validate(run: Run) -> tuple[float, int]:
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
     summed_loss = run.pipeline.summed_loss if run.pipeline else lambda batch: run.stages[0](**batch)
-    for batch in batches:
+    for batch in stop.until_agreed(batches) if stop else batches:
         total += summed_loss(own_part(run, batch))
     reshard(run.stages)
     labels = run.validation_set.count_valid(np.arange(count))
@@ -254,9 +257,9 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
         raise SystemExit(ExitCode.NONFINITE)
 
 
-def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
+def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSignal) -> int:
     """Train to the last step, or until a signal asks to stop; returns the exit code."""
-    config, stop = run.config, StopSignal()
+    config = run.config
     training, checkpoint, validation = config.training, config.checkpoint, config.validation
     first, code = run.step + 1, int(ExitCode.DONE)
     saves = checkpoint.enable and not checkpoint.load_only
@@ -267,8 +270,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
         while run.step < training.steps and code == ExitCode.DONE:
             loss, norm = train_step(run, batches, valid_tokens(run))
             last = run.step == training.steps
-            if number := stop.agreed():
-                code = 128 + number
+            code = stop.agreed()
             if run.step == first:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
             if run.dynamics.sampled:
@@ -276,7 +278,10 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
             if run.step % config.metrics.log_freq == 0 or run.step == first or last:
                 log(run, metrics, loss, norm)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
-                metrics.log_validation(run.step, *validate(run))
+                validated = validate(run, stop)
+                code = stop.code
+                if not code:
+                    metrics.log_validation(run.step, *validated)
                 metrics.restart_clock(run.step, run.tokens)
             due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
             if saves and (due or last or code):
@@ -302,6 +307,7 @@ def export_weights(run: Run, checkpointer: Checkpointer) -> None:
 
 def main(argv: list[str]) -> int:
     """One rank from start to end; returns its exit code."""
+    stop = StopSignal()
     config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
@@ -320,7 +326,8 @@ def main(argv: list[str]) -> int:
         batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
         print(describe_memory(run.parameters, state_bytes(config.optimizer), batches))
     try:
-        code = train(run, metrics, checkpointer)
+        with stop.saving():
+            code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
             export_weights(run, checkpointer)
         return code

@@ -44,8 +44,9 @@ exit codes
   2  a mistake in the job file, the command line or the data
   3  loss or gradient not finite, training.max_nonfinite_steps times in a row
   4  out of memory
-  5  a rank was killed, or a collective timed out
-  128 + N  stopped by signal N after saving: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
+  5  a rank or its loader worker was killed, or a collective timed out
+  6  stopped by a signal before the run was saved: a second signal after 5 seconds, or too little time
+  128 + N  stopped by signal N after saving, if checkpoints are enabled: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
 """
 
 
@@ -63,7 +64,9 @@ def main(argv: list[str]) -> int:
         if config.comm.mode == "fake_backend":
             return rehearse(settings, argv)
         from components.data.__main__ import prepare_all
+        from components.launch.signals import end_at_signals
 
+        end_at_signals("before ranks were started")
         prepare_all(config)
         return start(config, settings, [sys.executable, str(TRAIN), *argv])
     except ConfigError as error:

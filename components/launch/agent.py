@@ -56,6 +56,10 @@ class _Agent(SimpleElasticAgent):
         super().__init__(spec)
         self._ranks, self._meeting = ranks, meeting
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        self._ranks.meeting = True
+        super()._rendezvous(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start the ranks with the variables that torchrun documents."""
         spec = worker_group.spec

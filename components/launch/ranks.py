@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -20,15 +19,13 @@ from typing import TYPE_CHECKING, Any
 from components.launch.agent import run_agent
 from components.launch.exit_codes import ExitCode
 from components.launch.process import RankProcess, last_lines, say
-from components.launch.signals import STOP_SIGNALS
+from components.launch.signals import SAME_STOP_SECONDS, STOP_SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from components.launch.settings import Settings
 
 _FAILURE_GRACE_SECONDS = 3.0
 """Time for ranks to report and end after one has failed: peers of a dead rank may wait for it forever."""
-_SAME_CTRL_C_SECONDS = 1.0
-"""One Ctrl-C may bring two SIGINTs: from the terminal, and from the program that runs the launcher."""
 
 
 def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
@@ -62,12 +59,10 @@ class Ranks:
         self._settings = settings
         self._logs = logs
         self._ranks: list[RankProcess] = []
-        self._started = False
-        self._stop: signal.Signals | None = None
-        """The signal that the ranks were sent."""
-        self._stop_time = math.inf
-        self._at_once: signal.Signals | None = None
-        """The signal that asked to stop without saving."""
+        self.meeting = True
+        """Whether there are no ranks: the agent waits for other nodes, at the start or after a failure."""
+        self._request = StopRequest()
+        self._pipe, _ = os.pipe()  # the other end is this process's alone, and closed when it ends
 
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
         """Start a rank for each entry with its environment variables; returns process ids."""
@@ -78,20 +73,21 @@ class Ranks:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
         }
-        self._started = True
-        self._ranks = []
+        self._ranks, self.meeting = [], False
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
             log = self._logs / f"rank_{number}.log"
-            self._ranks.append(RankProcess(number, self.command, rank_environment, log, self._prefix(number)))
-        if self._stop:  # the signal came while ranks were started
-            self._signal(self._stop)
+            grace = self._settings.shutdown_seconds
+            rank = RankProcess(number, self.command, rank_environment, log, self._prefix(number), self._pipe, grace)
+            self._ranks.append(rank)
+        if self._request.number:  # the signal came while ranks were started
+            self._pass_on()
         return {rank.number: rank.process.pid for rank in self._ranks}
 
     def running(self) -> bool:
         """Whether any rank is alive. Ranks past their deadline are killed."""
         alive = [rank for rank in self._ranks if rank.code is None]
-        deadlines = [self._stop_time + self._settings.shutdown_seconds]
+        deadlines = [self._request.time + self._settings.shutdown_seconds]
         for rank in self._ranks:
             if rank.code:
                 grace = self._settings.shutdown_seconds if self._orderly(rank) else _FAILURE_GRACE_SECONDS
@@ -106,7 +102,7 @@ class Ranks:
 
     def worth_restarting(self) -> bool:
         """False after a requested stop, and where the same failure would come again."""
-        return not self._stop and not self._at_once and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
+        return not self._request.number and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
 
     def kill(self) -> None:
         """End ranks that are still running; after a failure also loader workers and writers of ended ranks."""
@@ -115,36 +111,37 @@ class Ranks:
                 rank.kill()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; a second Ctrl-C, or SIGQUIT, ends them at once."""
-        got = signal.Signals(number)
-        if not self._started:
-            os._exit(128 + got)  # nothing to save, and the agent may be inside an uninterruptible call
-        now = time.monotonic()
-        again = self._stop is not None and got is signal.SIGINT and now - self._stop_time > _SAME_CTRL_C_SECONDS
-        if again or got is signal.SIGQUIT:
-            self._at_once = got
+        """Ask the ranks to save and stop; end them at once where signals.py says so."""
+        name = signal.Signals(number).name
+        if self.meeting:
+            say(f"{name} while there are no ranks: nothing to save")
+            os._exit(128 + number)  # the agent may be inside an uninterruptible call
+        first = self._request.receive(signal.SIGTERM if number == signal.SIGHUP else number)
+        if self._request.at_once:
             for rank in self._ranks:
                 rank.kill()
-        elif self._stop is None:
-            self._stop = signal.SIGTERM if got is signal.SIGHUP else got
-            self._stop_time = now
-            self._signal(self._stop)
-            hint = "; Ctrl-C again stops at once" if got is signal.SIGINT else ""
-            say(f"{got.name}: the ranks save and stop{hint}")
+        elif first:
+            self._pass_on()
+            hint = f"; Ctrl-C after {SAME_STOP_SECONDS:.0f} seconds stops at once" if number == signal.SIGINT else ""
+            say(f"{name}: the ranks save and stop{hint}")
 
     def report(self) -> int:
         """Print what went wrong, if anything, and return the exit code."""
         for rank in self._ranks:
             rank.finish_output()
-        if self._at_once:
-            say(f"{self._at_once.name}: stopped at once, without saving")
-        elif self.error:
+        if self._request.at_once and self._code() == ExitCode.UNSAVED:
+            say("stopped at once, without saving")
+        elif self._own_failures():
+            self.report_failure()
+        if self.error:
             reason = self.error.__cause__ or self.error
             place = f" at RDZV_ENDPOINT={self._settings.endpoint}" if self._settings.endpoint else ""
             say(f"the ranks of {self._settings.nodes} nodes could not meet{place}: {reason}")
-        elif self.failed():
-            self.report_failure()
         return self._code()
+
+    def _own_failures(self) -> list[RankProcess]:
+        """Ranks that failed, unless it was the agent's failure that ended them."""
+        return [rank for rank in self.failed() if not (self.error and rank.killed)]
 
     def report_failure(self, then: str = "") -> None:
         """Name the rank that failed first and its log; quote the log if the console did not show that rank."""
@@ -159,7 +156,7 @@ class Ranks:
         else:
             how = f"ended with exit code {cause.code}"
         if not cause.shown:
-            for line in last_lines(cause.log, 12):
+            for line in last_lines(cause.log, 1 if cause.code == ExitCode.LOST_RANK else 12):
                 say(f"  {line}")
         say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
@@ -167,13 +164,13 @@ class Ranks:
             say(f"rank{plural} {', '.join(map(str, others))} did not end after that: killed")
 
     def _code(self) -> int:
-        if self._at_once:
-            return 128 + self._at_once
+        if self._own_failures():
+            cause = self._cause()
+            if cause.killed and self._request.number:
+                return ExitCode.UNSAVED
+            return cause.code if cause.code is not None and cause.code > 0 else ExitCode.LOST_RANK
         if self.error:
             return ExitCode.ERROR
-        if self.failed():
-            code = self._cause().code
-            return code if code is not None and code > 0 else ExitCode.LOST_RANK
         stopped = [rank.code for rank in self._ranks if rank.code]
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
@@ -185,13 +182,13 @@ class Ranks:
     def _orderly(self, rank: RankProcess) -> bool:
         """Whether the rank ended by a stop signal: after saving, or directly if there was nothing to save."""
         by_signal = [128 + number for number in STOP_SIGNALS]
-        return rank.code in by_signal or (self._stop is not None and rank.code == -self._stop)
+        return rank.code in by_signal or (self._request.number != 0 and rank.code == -self._request.number)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _pass_on(self) -> None:
         """Signal the ranks alone: loader workers must live until their ranks have saved."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
-                rank.process.send_signal(number)
+                rank.process.send_signal(self._request.number)
 
     def _prefix(self, number: int) -> bytes | None:
         """The prefix of each line on the console; None keeps the rank off the console."""
