@@ -87,6 +87,11 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(folder) if "loss" in row]
 
 
+def steps_saved(folder: Path) -> list[int]:
+    """Steps of the checkpoints, in order."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*"))
+
+
 def content(folder: Path, step: int) -> dict:
     """Size and hash of every file of a checkpoint: equal for equal bits of weights, moments and state."""
     return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -84,7 +84,7 @@ class Meeting(RendezvousHandler):
 
 
 def _parameters(settings: Settings) -> RendezvousParameters:
-    host = {} if settings.node_rank is None else {"is_host": settings.node_rank == 0}
+    host: dict[str, Any] = {} if settings.node_rank is None else {"is_host": settings.node_rank == 0}
     return RendezvousParameters(
         backend="c10d",
         endpoint=settings.endpoint,
