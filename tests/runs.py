@@ -42,17 +42,17 @@ class Whole:
         """Process ids of the ranks, in order."""
         return children(self.process.pid)
 
-    def wait_for_step(self, step: int, seconds: float = 120) -> None:
+    def wait_for_step(self, step: int, seconds: float = 600) -> None:
         self.wait_until(lambda: last_step(self.folder) >= step, seconds)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 600) -> None:
         end = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, self.end()
             assert time.monotonic() < end, "waited in vain"
             time.sleep(0.005)
 
-    def end(self, seconds: float = 120) -> tuple[int, str]:
+    def end(self, seconds: float = 600) -> tuple[int, str]:
         """Exit code, and all that was printed."""
         out, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, out

@@ -1,6 +1,5 @@
 """Whole runs that lose a rank, are stopped, and lose their launcher; and what a signal does to a rank at any time."""
 
-import functools
 import json
 import os
 import signal
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-import train
 from components.launch import orphan, signals
 from components.launch.exit_codes import ExitCode
 from components.launch.signals import StopSignal
@@ -49,11 +47,6 @@ def train_step(run, batches, valid):
 train.train_step = train_step
 """
 VALIDATES = ("--validation.enable", "true", "--validation.freq", "6", "--validation.held_out_fraction", "0.05")
-
-
-def save(folder: Path, run: train.Run) -> None:
-    checkpointer = train.Checkpointer(folder / "checkpoint", run.config.checkpoint, run.stages, run.optimizer)
-    checkpointer.save(run.step, run.state())
 
 
 @pytest.mark.torchrun
@@ -111,7 +104,7 @@ def test_a_run_that_is_killed_stopped_and_orphaned_ends_as_the_unbroken_run(tmp_
     assert json.loads((folder / "run.json").read_text())["config"]["training"]["steps"] == 16
     steps = [row["step"] for row in rows(folder) if "loss" in row]
     assert steps == sorted(set(steps))
-    observe(*RUN, *given, ranks=2, steps=16, at_end=functools.partial(save, whole))
+    observe(*RUN, *VALIDATES, ranks=2, steps=16, folder=str(whole / "checkpoint"))
     assert content(folder, 16) == content(whole, 16)
 
 
