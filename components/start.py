@@ -32,8 +32,8 @@ environment variables
   RDZV_ENDPOINT   host:port of one node, the same on each; needed with NNODES
   NODE_RANK       number of this node; if unset, nodes number themselves
   LOG_RANK        ranks shown on the console, as 0,1 or all (default 0); each rank has a log file in any case
-  MAX_RESTARTS    how often all ranks are started again after one is lost (default 0); they resume from a checkpoint;
-                  one node only
+  MAX_RESTARTS    how often all ranks of all nodes are started again after one is lost (default 0); they resume from
+                  a checkpoint
   SHUTDOWN_TIMEOUT_SECONDS   time for saving after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset

@@ -15,6 +15,7 @@ from components.launch.exit_codes import ExitCode
 from components.launch.signals import StopSignal
 from tests import checkpoints
 from tests.harness import observe
+from tests.launches import alive
 from tests.processes import wait_until
 from tests.runs import RUN, Whole, children, content, rows, steps_saved
 
@@ -43,6 +44,15 @@ step = train.train_step
 def train_step(run, batches, valid):
     print("a line, for which nobody is left to read it", flush=True)
     time.sleep(0.1)
+    return step(run, batches, valid)
+train.train_step = train_step
+"""
+KILLS_A_LOADER_WORKER = """
+import multiprocessing, os
+step = train.train_step
+def train_step(run, batches, valid):
+    if run.step == 13 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        next(child for child in multiprocessing.active_children()).kill()
     return step(run, batches, valid)
 train.train_step = train_step
 """
@@ -96,10 +106,14 @@ def test_a_run_that_is_killed_stopped_and_orphaned_ends_as_the_unbroken_run(tmp_
     assert f"stopped by signal 15 after step {saved}, saved" in logs, "what is printed then goes to the log"
     print(f"ranks were gone {seconds:.1f} s after their launcher")
 
-    third = Whole(folder, *given)
+    # A loader worker is killed: one sentence, and all ranks are started again.
+    third = Whole(folder, *given, fault=KILLS_A_LOADER_WORKER, MAX_RESTARTS="1")
     code, output = third.end()
     assert code == 0, output
     assert f"continuing after step {saved}" in output
+    assert output.count("rank 1: a DataLoader worker is gone: killed, or out of memory") == 1
+    assert "rank 1 ended with exit code 5" in output
+    assert "Traceback" not in output
     assert (folder / "loss.png").stat().st_size > 10_000
     assert json.loads((folder / "run.json").read_text())["config"]["training"]["steps"] == 16
     steps = [row["step"] for row in rows(folder) if "loss" in row]
@@ -122,16 +136,20 @@ def later(seconds: float, *numbers: int) -> None:
     threading.Thread(target=send, daemon=True).start()
 
 
-def starts_up_and_waits() -> None:
+def starts_up_and_waits(folder: Path) -> bool:
+    """Whether rank 0 is still there when rank 1 has let it wait for 4 seconds."""
     StopSignal()
     if dist.get_rank() == 0:
+        (folder / str(os.getpid())).touch()
         later(0.2, signal.SIGUSR1)
         dist.barrier()
-    time.sleep(1)
+    time.sleep(4)
+    return alive(int(next(folder.iterdir()).name))
 
 
-def test_a_signal_ends_a_rank_that_waits_for_others_before_training() -> None:
-    first, _ = checkpoints.run(starts_up_and_waits, world=2)
+def test_a_signal_ends_a_rank_that_waits_for_others_before_training(tmp_path: Path) -> None:
+    first, second = checkpoints.run(starts_up_and_waits, tmp_path, world=2)
+    assert not second.value, "it went on waiting"
     assert first.code == 128 + signal.SIGUSR1, first.error
     assert "stopped by signal 10: nothing to save" in first.printed
 
