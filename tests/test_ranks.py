@@ -196,7 +196,7 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
         taken.bind(("localhost", 0))
         endpoint = f"localhost:{taken.getsockname()[1]}"
         launched = begin("print('never')", NGPU="1", NNODES="2", RDZV_ENDPOINT=endpoint, NODE_RANK="0")
-        code, _, err = launched.end(60)
+        code, _, err = launched.end()
     assert code == ExitCode.ERROR
     assert f"could not meet at RDZV_ENDPOINT={endpoint}" in err
     assert "Traceback" not in err

@@ -43,7 +43,7 @@ import time
 step = train.train_step
 def train_step(run, batches, valid):
     print("a line, for which nobody is left to read it", flush=True)
-    time.sleep(0.1)
+    time.sleep(0.3)
     return step(run, batches, valid)
 train.train_step = train_step
 """
@@ -51,9 +51,11 @@ KILLS_A_LOADER_WORKER = """
 import multiprocessing, os
 step = train.train_step
 def train_step(run, batches, valid):
-    if run.step == 13 and rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-        next(child for child in multiprocessing.active_children()).kill()
-    return step(run, batches, valid)
+    done = step(run, batches, valid)
+    if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        for worker in multiprocessing.active_children():
+            worker.kill()
+    return done
 train.train_step = train_step
 """
 VALIDATES = ("--validation.enable", "true", "--validation.freq", "6", "--validation.held_out_fraction", "0.05")
@@ -101,7 +103,7 @@ def test_a_run_that_is_killed_stopped_and_orphaned_ends_as_the_unbroken_run(tmp_
         second.kill()
         second.end()
     saved = steps_saved(folder)[-1]
-    assert 6 < saved < 16
+    assert 6 < saved < 12
     logs = "".join(path.read_text() for path in sorted((folder / "logs").glob("*/rank_0.log"))[-1:])
     assert f"stopped by signal 15 after step {saved}, saved" in logs, "what is printed then goes to the log"
     print(f"ranks were gone {seconds:.1f} s after their launcher")
