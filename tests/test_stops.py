@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from components import start
+from components.data import __main__ as data
 from components.launch import orphan, signals
 from components.launch.exit_codes import ExitCode
 from components.launch.signals import StopSignal
@@ -136,6 +138,17 @@ def later(seconds: float, *numbers: int) -> None:
             os.kill(os.getpid(), number)
 
     threading.Thread(target=send, daemon=True).start()
+
+
+def prepares_data() -> None:
+    vars(data)["prepare_all"] = lambda config: (later(0.2, signal.SIGUSR1), time.sleep(20))
+    start.main(["--job.dump_folder", "/tmp"])
+
+
+def test_a_signal_ends_the_launcher_while_it_prepares_data() -> None:
+    (launcher,) = checkpoints.run(prepares_data)
+    assert launcher.code == 128 + signal.SIGUSR1, launcher.error
+    assert "SIGUSR1 before ranks were started: nothing to save" in launcher.printed
 
 
 def starts_up_and_waits(folder: Path) -> bool:

@@ -75,7 +75,7 @@ def campaign_sigterm(stops: float = 30) -> list[str]:
         for pid in [whole.process.pid, *ranks, *(pid for rank in ranks for pid in children(rank))]:
             os.kill(pid, signal.SIGTERM)
         code, output = whole.end()
-        reached, saved = last_step(whole.folder), steps_saved(whole.folder)[-1]
+        reached, saved = last_step(whole.folder), [0, *steps_saved(whole.folder)][-1]
         return {"place": place, "kept": code == 143 and saved == reached, "code": code, "output": output[-500:]}
 
     seen = _repeat("sigterm", int(stops), stop)
@@ -93,7 +93,7 @@ def campaign_launcher(kills: float = 10) -> list[str]:
         killed_at = time.monotonic()
         wait_until(lambda: not any(Path(f"/proc/{rank}/fd/1").exists() for rank in ranks), 300)
         seconds = time.monotonic() - killed_at
-        return {"kept": steps_saved(whole.folder)[-1] > before, "seconds": seconds}
+        return {"kept": [0, *steps_saved(whole.folder)][-1] > before, "seconds": seconds}
 
     seen = _repeat("launcher", int(kills), kill, "--metrics.log_freq", "1000")
     slowest = max(each["seconds"] for each in seen)
