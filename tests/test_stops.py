@@ -141,7 +141,11 @@ def later(seconds: float, *numbers: int) -> None:
 
 
 def prepares_data() -> None:
-    vars(data)["prepare_all"] = lambda config: (later(0.2, signal.SIGUSR1), time.sleep(20))
+    def prepare_all(config: object) -> None:
+        later(0.2, signal.SIGUSR1)
+        time.sleep(20)
+
+    vars(data)["prepare_all"] = prepare_all
     start.main(["--job.dump_folder", "/tmp"])
 
 
