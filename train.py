@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from components.data import PackedSequences, build_datasets
 from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
 from components.describe import describe
+from components.guards import Guards
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.launch.signals import StopSignal
@@ -41,7 +42,7 @@ from parallelize.groups import init_distributed, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
-from parallelize.sharding import align_gradients, describe_memory
+from parallelize.sharding import align_gradients, describe_memory, poison_if_not_finite
 
 Batch = dict[str, Tensor]
 
@@ -59,6 +60,8 @@ class Run:
     dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
+    guards: Guards
+    """Decide which updates are made."""
     train_set: PackedSequences
     validation_set: PackedSequences | None
     step: int = 0
@@ -66,9 +69,6 @@ class Run:
     """Sequences consumed: the position in the data order."""
     tokens: int = 0
     """Labels trained on, over all ranks."""
-    skipped_steps: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Steps with a gradient norm that was not finite, since step 0; they changed no weight."""
-    skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
     def degrees(self) -> Degrees:
@@ -94,7 +94,7 @@ class Run:
             "tokens": self.tokens,
             "data_order": data_order(self.train_set.key, self.config),
             "global_batch_size": self.global_batch_size,
-            "skipped_steps": int(self.skipped_steps),
+            **self.guards.state(),
         }
 
 
@@ -126,7 +126,8 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
     optimizer = build_optimizer(stages, config.optimizer)
-    return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, *datasets)
+    guards = Guards(config.training, Path(config.job.dump_folder), mesh, device)
+    return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, guards, *datasets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -147,7 +148,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
         return
     if "train_state" not in checkpoint.exclude_from_loading:
         run.step, run.tokens = state["step"], state["tokens"]
-        run.skipped_steps.fill_(state["skipped_steps"])
+        run.guards.load(state)
     if "dataloader" not in checkpoint.exclude_from_loading:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
@@ -155,19 +156,23 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
         print(f"continuing after step {run.step}, at sequence {run.sequences:,}", flush=True)
 
 
-def local_batches(run: Run) -> Iterator[Batch]:
-    """A batch for each accumulation step from run.sequences on, without end; equal on ranks that share sequences."""
-    training = run.config.training
-    order = Order(
+def local_order(run: Run, consumed_sequences: int) -> Order:
+    """Numbers of this rank's sequences from a position of the data order on; equal on ranks that share sequences."""
+    return Order(
         run.train_set,
         run.config.debug.seed,
         run.global_batch_size,
-        training.local_batch_size,
+        run.config.training.local_batch_size,
         batch_rank=batch_rank(run.mesh),
         batch_ranks=run.degrees.batch_ranks,
-        consumed_sequences=run.sequences,
+        consumed_sequences=consumed_sequences,
     )
-    return build_loader(order, training.document_mask, training.dataloader)
+
+
+def local_batches(run: Run) -> Iterator[Batch]:
+    """A batch for each accumulation step from run.sequences on, without end."""
+    training = run.config.training
+    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader)
 
 
 def valid_tokens(run: Run) -> int:
@@ -200,17 +205,16 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
             loss += run.pipeline.forward_backward(batch, valid)
         else:
             part = run.stages[0](**batch) / valid
-            part.backward()
+            poison_if_not_finite(part).backward()
             loss += part.detach()
     align_gradients(run.parameters)
     run.dynamics.before_update()
-    norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group())
-    finite = norm.isfinite()
+    own_norms: list[Tensor] = []
+    norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group(), own_norms)
+    accepted = run.guards.judge(run.step, run.sequences, loss, norm, own_norms)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
-    update(run.optimizer, lr, finite)
+    update(run.optimizer, lr, accepted)
     run.dynamics.after_update()
-    run.skipped_steps = run.skipped_steps + ~finite
-    run.skipped_in_a_row = (run.skipped_in_a_row + 1) * ~finite
     run.sequences += run.global_batch_size
     run.tokens += valid
     return loss, norm
@@ -235,7 +239,7 @@ def validate(run: Run) -> tuple[float, int]:
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
-    """Write the step's numbers, for which the host waits. Ends the run after too many steps that were not finite."""
+    """Write the step's numbers, for which the host waits."""
     config = run.config
     metrics.log(
         run.step,
@@ -243,15 +247,8 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
         loss=sum_over_token_ranks(loss, run.mesh).item(),
         grad_norm=norm.item(),
         lr=learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        skipped_steps=run.skipped_steps.item(),
+        **run.guards.counts(),
     )
-    if run.skipped_in_a_row.item() >= config.training.max_nonfinite_steps:
-        print(
-            f"step {run.step}: loss or gradient not finite {run.skipped_in_a_row:.0f} steps in a row "
-            f"(training.max_nonfinite_steps = {config.training.max_nonfinite_steps}); weights are as they were before",
-            file=sys.stderr,
-        )
-        raise SystemExit(ExitCode.NONFINITE)
 
 
 def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
@@ -265,6 +262,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
         while run.step < training.steps and code == ExitCode.DONE:
+            logged = (run.step + 1) % config.metrics.log_freq == 0 or run.step + 1 in (first, training.steps)
             loss, norm = train_step(run, batches, valid_tokens(run))
             last = run.step == training.steps
             if number := stop.agreed():
@@ -273,14 +271,17 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
             if run.dynamics.sampled:
                 metrics.log_dynamics(run.step, run.dynamics.tables())
-            if run.step % config.metrics.log_freq == 0 or run.step == first or last:
+            if logged:
                 log(run, metrics, loss, norm)
+            due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
+            saving = saves and bool(due or last or code)
+            run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
                 metrics.log_validation(run.step, *validate(run))
                 metrics.restart_clock(run.step, run.tokens)
-            due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
-            if saves and (due or last or code):
-                checkpointer.save(run.step, run.state(), model_only=last and checkpoint.last_save_model_only)
+            if saving:
+                model_only = last and checkpoint.last_save_model_only
+                checkpointer.save(run.step, run.state(), model_only, prune=not run.guards.skipping)
                 metrics.restart_clock(run.step, run.tokens)
             checkpointer.poll()
             at_step_end(run.step)

@@ -175,7 +175,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _weights(run: train.Run) -> dict[str, Tensor]:
+def whole_weights(run: train.Run) -> dict[str, Tensor]:
     parameters = (parameter for stage in run.stages for parameter in stage.named_parameters())
     return _of_all_stages(run, {name: _whole(parameter) for name, parameter in parameters})
 
@@ -243,7 +243,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         return clip(*arguments)
 
     vars(train)["clip_gradients"] = clip_observed
-    first_weights, losses, norms = _weights(run), [], []
+    first_weights, losses, norms = whole_weights(run), [], []
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
         kept = case.valid_labels or (config.training.seq_len,)
@@ -259,7 +259,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     for part, seen_by_rank, _ in everything:
         assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
     sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
-    weights, gradients = _weights(run), _of_all_stages(run, gradients)
+    weights, gradients = whole_weights(run), _of_all_stages(run, gradients)
     extra = case.at_end(run) if case.at_end else None
     vars(train)["clip_gradients"] = clip
     torch._dynamo.reset()  # what other cases in this process compile is not to be counted with this one's

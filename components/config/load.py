@@ -154,6 +154,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield f"training.dataloader.{key}", "needs num_workers of 1 or more"
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         yield "training.global_batch_size", f"not a multiple of training.local_batch_size = {training.local_batch_size}"
+    if "training.skip_spikes_window" in config.origins and not training.skip_spikes_sigma:
+        yield "training.skip_spikes_window", "needs training.skip_spikes_sigma; 6 is usual"
     if config.parallelism.data_parallel_replicate_degree == config.parallelism.data_parallel_shard_degree == -1:
         reason = "only one of the two data parallel degrees can take what is left; data_parallel_shard_degree is -1 too"
         yield "parallelism.data_parallel_replicate_degree", reason

@@ -117,7 +117,13 @@ class Training:
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     max_nonfinite_steps: Positive = 10
-    """Stop after this many consecutive steps without a finite gradient; checked at logged steps."""
+    """Stop, one step later at the latest, after this many steps in a row that were skipped: loss or gradient was not
+    finite, or a spike."""
+    skip_spikes_sigma: Annotated[float, Ge(0)] = 0.0
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last
+    skip_spikes_window steps (usual: 6); 0 for never."""
+    skip_spikes_window: Annotated[int, Ge(4)] = 128
+    """Steps that skip_spikes_sigma compares with; nothing is skipped until half of them are known."""
     steps: Positive = 10000
     """Optimizer steps of the run."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"

@@ -54,8 +54,8 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)
 
-    def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
-        """Write step-<step>, publish it, and remove checkpoints beyond keep_latest_k.
+    def save(self, step: int, state: dict[str, Any], model_only: bool = False, prune: bool = True) -> None:
+        """Write step-<step>, publish it, and if prune remove checkpoints beyond keep_latest_k.
 
         With async_mode = "async" this waits only for the previous save and for a copy of the tensors. Raises OSError on
         every rank if any rank cannot write; older checkpoints are untouched.
@@ -64,10 +64,10 @@ class Checkpointer:
         tensors = self._tensors(with_optimizer=not model_only)
         state = {**state, "step": step, "model_only": model_only}
         if self._background is None:
-            self._save(tensors, state)
+            self._save(tensors, state, prune)
         else:
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            self._pending = self._background.submit(self._save, copies, state)
+            self._pending = self._background.submit(self._save, copies, state, prune)
 
     def wait(self) -> None:
         """Wait until the background save, if any, is published. Raises as save does."""
@@ -157,7 +157,7 @@ class Checkpointer:
     def _together(self, action: Callable[[], Any], first_only: bool = False) -> list:
         return together(action, first_only, self._group)
 
-    def _save(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _save(self, tensors: dict[str, Tensor], state: dict[str, Any], prune: bool) -> None:
         """All of a save except for the copy; runs in the background with async_mode = "async"."""
         name, staging = f"step-{state['step']}", None
         try:
@@ -165,6 +165,8 @@ class Checkpointer:
             parts = self._together(lambda: self._write(staging, tensors))
             files = {file: digest for part in parts for file, digest in part.items()}
             self._together(lambda: self._publish(staging, self.folder / name, files, state), first_only=True)
+            if prune:
+                self._together(lambda: self._prune(self.folder / name), first_only=True)
         except OSError as error:
             if staging and dist.get_rank() == 0:
                 shutil.rmtree(staging, ignore_errors=True)
@@ -198,7 +200,6 @@ class Checkpointer:
         staging.rename(target)
         sync(self.folder)
         shutil.rmtree(replaced, ignore_errors=True)
-        self._prune(target)
 
     def _prune(self, saved: Path) -> None:
         """Keep the checkpoint just saved and the newest other complete ones; foreign or torn folders are left alone."""
