@@ -31,6 +31,7 @@ from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
 from components.metrics.profiling import profiling
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, state_bytes, update
+from components.replicas import Replicas
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from components.state.weights import export, load_weights
@@ -256,6 +257,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     config, stop = run.config, StopSignal()
     training, checkpoint, validation = config.training, config.checkpoint, config.validation
     first, code = run.step + 1, int(ExitCode.DONE)
+    replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
     saves = checkpoint.enable and not checkpoint.load_only
     batches = local_batches(run)
     # All ranks collect garbage at the same steps: each collection makes the other ranks wait.
@@ -276,6 +278,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
             due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
             saving = saves and bool(due or last or code)
             run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
+            replicas.check(run.step, saving)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
                 metrics.log_validation(run.step, *validate(run))
                 metrics.restart_clock(run.step, run.tokens)

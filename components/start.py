@@ -45,6 +45,7 @@ exit codes
   3  loss or gradient not finite, training.max_nonfinite_steps times in a row
   4  out of memory
   5  a rank was killed, or a collective timed out
+  7  ranks that should hold the same bits differ (debug.check_replicas_freq)
   128 + N  stopped by signal N after saving: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
 """
 

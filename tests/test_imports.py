@@ -22,6 +22,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.state": ("components.config", "components.files", "components.data", "components.launch", *LAYOUT),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),
+    "components.replicas": ("components.launch", *LAYOUT),
     "components.guards": ("components.config", "components.data", "components.files", "components.launch", *LAYOUT),
     "components.state.__main__": ("components", "models", "parallelize"),
     "components.describe": ("components.config", "models", "parallelize"),

@@ -287,6 +287,9 @@ class Debug:
     """Deterministic kernels only: the same layout gives the same bits. An op without such a kernel raises."""
     deterministic_warn_only: bool = False
     """With deterministic: an op without a deterministic kernel warns instead."""
+    check_replicas_freq: NonNegative = 0
+    """Steps between two comparisons of the bits that ranks hold alike: weights and moments of replicas, norms of tensor
+    parallel. A rank that differs is named and the run stops before it saves; 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,3 +16,5 @@ class ExitCode(IntEnum):
     OUT_OF_MEMORY = 4
     LOST_RANK = 5
     """A rank was killed, or a collective timed out."""
+    CORRUPT = 7
+    """Ranks that should hold the same bits of weights or moments do not."""
