@@ -26,6 +26,7 @@ from components.describe import describe
 from components.guards import Guards
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
+from components.launch.hang import HangWatch
 from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
@@ -324,7 +325,8 @@ def main(argv: list[str]) -> int:
         batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
         print(describe_memory(run.parameters, state_bytes(config.optimizer), batches))
     try:
-        code = train(run, metrics, checkpointer)
+        with HangWatch(run.mesh):
+            code = train(run, metrics, checkpointer)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
             export_weights(run, checkpointer)
         return code
