@@ -31,6 +31,7 @@ from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
 from components.metrics.profiling import profiling
+from components.metrics.stragglers import Stragglers
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, state_bytes, update
 from components.replicas import Replicas
 from components.state.checkpoint import Checkpointer
@@ -255,7 +256,7 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
 
 def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     """Train to the last step, or until a signal asks to stop; returns the exit code."""
-    config, stop = run.config, StopSignal()
+    config, stop, stragglers = run.config, StopSignal(), Stragglers(run.mesh)
     training, checkpoint, validation = config.training, config.checkpoint, config.validation
     first, code = run.step + 1, int(ExitCode.DONE)
     replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
@@ -266,7 +267,8 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
         while run.step < training.steps and code == ExitCode.DONE:
             logged = (run.step + 1) % config.metrics.log_freq == 0 or run.step + 1 in (first, training.steps)
-            loss, norm = train_step(run, batches, valid_tokens(run))
+            with stragglers.watched(logged) as own_time:
+                loss, norm = train_step(run, batches, valid_tokens(run))
             last = run.step == training.steps
             if number := stop.agreed():
                 code = 128 + number
@@ -276,6 +278,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
                 metrics.log_dynamics(run.step, run.dynamics.tables())
             if logged:
                 log(run, metrics, loss, norm)
+                stragglers.compare(own_time)
             due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
             saving = saves and bool(due or last or code)
             run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
