@@ -1,10 +1,17 @@
-"""Files: JSON, hashes, durability."""
+"""Files: JSON, hashes, durability; and JSON that others wrote."""
 
 import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pydantic
+
+from components.config.keys import ConfigError, short
+from components.config.read import read_regular
+
+Kind = TypeVar("Kind")
 
 
 def write_json(path: Path, value: object) -> None:
@@ -18,9 +25,26 @@ def read_json(path: Path) -> Any:
 def read_json_if_whole(path: Path) -> dict[str, Any]:
     """The object in a file; empty if the file is not there, or is not whole JSON."""
     try:
-        return read_json(path)
-    except (FileNotFoundError, ValueError):
+        found = read_json(path)
+    except (FileNotFoundError, ValueError, RecursionError):
         return {}
+    return found if isinstance(found, dict) else {}
+
+
+def read_json_as(kind: type[Kind], path: Path) -> Kind:
+    """The JSON of a file that others wrote, as a dataclass; keys that it does not have are ignored.
+
+    Raises ConfigError of one line if the file cannot be read, is not JSON, or holds something else.
+    """
+    try:
+        return pydantic.TypeAdapter(kind).validate_json(read_regular(path), strict=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except pydantic.ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        place = "".join(f"{part}: " for part in first["loc"] if isinstance(part, str))
+        place = "not JSON: " if first["type"] == "json_invalid" else place
+        raise ConfigError(f"{path}: {short(place + first['msg'])}") from None
 
 
 def replace(path: Path, text: str) -> None:

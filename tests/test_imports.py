@@ -13,7 +13,7 @@ LAYOUT = ("parallelize.mesh", "parallelize.groups", "parallelize.sharding")
 """What a component may know of more than one device."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "components.config": (),
-    "components.files": (),
+    "components.files": ("components.config",),
     "models": (),
     "parallelize": ("components.config", "models"),
     "parallelize.rules": ("components.config", "models", "parallelize"),

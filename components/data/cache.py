@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.tokenizer import fingerprint, load_tokenizer
-from components.files import digest, read_json, read_json_if_whole, replace, sync, write_json
+from components.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters that a worker gets at a time; this also bounds what the tokenizer merges at once
@@ -48,19 +48,29 @@ class DataSpec:
     cache_folder: Path
 
 
+@dataclass
+class _Index:
+    """What is read of index.json."""
+
+    key: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    tokens: int
+    documents: int
+
+
 class TokenCache:
     """A finished cache; tokens are read from disk on access. Raises ConfigError if a file has changed its size."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = read_json(folder / "index.json")
-        token_size = np.dtype(index["dtype"]).itemsize
-        for name, size in (("tokens.bin", token_size * index["tokens"]), ("documents.bin", 8 * index["documents"])):
+        index = read_json_as(_Index, folder / "index.json")
+        token_size = np.dtype(index.dtype).itemsize
+        for name, size in (("tokens.bin", token_size * index.tokens), ("documents.bin", 8 * index.documents)):
             if (found := (folder / name).stat().st_size) != size:
                 raise ConfigError(f"{folder / name}: {found} bytes, not {size}: remove {folder} to tokenize again")
-        self.key: str = index["key"]
-        self.vocab_size: int = index["vocab_size"]
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=index["dtype"], mode="r")
+        self.key, self.vocab_size = index.key, index.vocab_size
+        self.tokens = np.memmap(folder / "tokens.bin", dtype=index.dtype, mode="r")
         self.document_ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
 
     def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:

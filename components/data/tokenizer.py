@@ -7,15 +7,15 @@ import argparse
 import base64
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
-from components.files import write_json
+from components.files import read_json_as, write_json
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
 SPLIT_PATTERN = (
@@ -93,6 +93,19 @@ class TiktokenTokenizer:
         return self._encoding.decode(ids)
 
 
+@dataclass
+class _AddedToken:
+    content: str
+
+
+@dataclass
+class _Settings:
+    """What is read of tokenizer_config.json."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+
+
 class JsonTokenizer:
     """A tokenizer.json; the names of its first and last token come from tokenizer_config.json beside it."""
 
@@ -110,15 +123,12 @@ class JsonTokenizer:
         # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         settings_file = path.with_name("tokenizer_config.json")
-        try:
-            settings = json.loads(settings_file.read_bytes()) if settings_file.exists() else {}
-        except ValueError as error:
-            raise ConfigError(f"{settings_file}: not JSON: {error}") from None
-        self.bos_id = self._special(settings.get("bos_token"), settings_file)
-        self.eos_id = self._special(settings.get("eos_token"), settings_file)
+        settings = read_json_as(_Settings, settings_file) if settings_file.exists() else _Settings()
+        self.bos_id = self._special(settings.bos_token, settings_file)
+        self.eos_id = self._special(settings.eos_token, settings_file)
 
-    def _special(self, token: str | dict[str, str] | None, settings_file: Path) -> int | None:
-        content = token["content"] if isinstance(token, dict) else token
+    def _special(self, token: "str | _AddedToken | None", settings_file: Path) -> int | None:
+        content = token.content if isinstance(token, _AddedToken) else token
         found = None if content is None else self._tokenizer.token_to_id(content)
         if content is not None and found is None:
             raise ConfigError(f'{settings_file}: names a token "{content}" that the tokenizer does not have')

@@ -9,6 +9,7 @@ and checkpoint.initial_load_in_hf starts a run from such a folder. The model def
 import shutil
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
-from components.files import read_json, write_json
+from components.files import read_json_as, write_json
 from components.state.checkpoint import together
 from components.state.folder import Reader
 from parallelize.sharding import own_slice
@@ -41,6 +42,13 @@ class HuggingFaceModel(Protocol):
         """The differences of a config.json from this model."""
 
 
+@dataclass
+class _Index:
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 class Folder:
     """The safetensors files of a folder: one, or those of the index. Tensors are read on request.
 
@@ -54,7 +62,9 @@ class Folder:
         self._files: dict[str, Any] = {}
         index = path / "model.safetensors.index.json"
         try:
-            names = sorted({*read_json(index)["weight_map"].values()} if index.exists() else self._all())
+            names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
+            if outside := [name for name in names if Path(name).name != name]:
+                raise ConfigError(f"{index}: weight_map: {outside[0]} is not a file of this folder")
             for file in names:
                 opened = safe_open(path / file, "pt")
                 if twice := self._files.keys() & set(opened.keys()):
@@ -91,11 +101,8 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
     config_file = path / "config.json"
-    try:
-        given = read_json(config_file) if config_file.exists() else {}
-        misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
-    except (OSError, ValueError) as error:
-        misfits.append(f"config.json: {error}")
+    given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
+    misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
 
