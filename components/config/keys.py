@@ -15,7 +15,7 @@ class ConfigError(Exception):
     """A user's mistake: shown without a traceback, exit code 2."""
 
     def __init__(self, messages: str | list[str]) -> None:
-        self.messages = [messages] if isinstance(messages, str) else messages
+        self.messages = [short(message, 2000) for message in ([messages] if isinstance(messages, str) else messages)]
         super().__init__("\n".join(self.messages))
 
 
@@ -59,12 +59,9 @@ def show_key(key: str) -> str:
     return short(key if key.isprintable() else json.dumps(key))
 
 
-def short(text: str) -> str:
+def short(text: str, most: int = 200) -> str:
     """A text that fits into a message."""
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}... ({len(text):,} characters)"
-
-
-_LONGEST = 200
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
-from components.data.tokenizer import fingerprint, load_tokenizer
+from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.launch.process import cores
 
@@ -116,6 +116,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
+        try_tokenizer(spec.tokenizer_path)
         _tokenize(spec, files, staging, folder.name, workers)
         if _key(spec, files) != folder.name:
             raise ConfigError(f"training data {spec.path}: changed while it was read")

@@ -26,7 +26,7 @@ from components.config import ROOT, ConfigError, JobConfig, Training, mistake
 from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, REGISTERED, BadRecord, walk
-from components.data.tokenizer import load_tokenizer
+from components.data.tokenizer import load_tokenizer, try_tokenizer
 from components.files import read_json_if_whole
 
 AHEAD_TOKENS = 1 << 24
@@ -106,6 +106,7 @@ def stream_spec(config: JobConfig) -> StreamSpec:
 
 def check_stream(config: JobConfig) -> None:
     """Raises ConfigError of one line if the first document of the stream cannot be read."""
+    try_tokenizer(config.model.hf_assets_path)
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
     print(f"streaming {name}, tokens in {spec.folder}", flush=True)

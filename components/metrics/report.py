@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import jinja2
 
+from components.files import read_json_if_whole
+
 Points = tuple[Sequence[float], Sequence[float | None]]
 """x and y; a y of None is a gap."""
 
@@ -215,15 +217,14 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
 
 def about_cells(about: dict[str, Any]) -> list[str]:
     """Layout, ranks, device, torch and git revision of a run.json, as strings."""
-    git = about.get("git") or {}
-    revision = (git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
-    versions = about.get("versions") or {}
+    git, versions = (found if isinstance(found := about.get(key), dict) else {} for key in ("git", "versions"))
+    revision = str(git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
     layout, ranks, device = (str(about.get(key, "")) for key in ("layout", "ranks", "device"))
     return [layout, ranks, device, str(versions.get("torch", "")), revision]
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_if_whole(folder / "run.json")
+    except OSError:
         return {}

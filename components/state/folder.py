@@ -33,9 +33,9 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
     """
     try:
         config = read_json(run / "run.json")["config"]
-    except (OSError, ValueError, KeyError) as error:
+        folder = run / config["checkpoint"]["folder"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run}: not the dump_folder of a run: {error}") from error
-    folder = run / config["checkpoint"]["folder"]
     there = dict(steps_in(folder))
     chosen = [step] if step is not None else sorted(there, reverse=True)
     checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
