@@ -92,7 +92,7 @@ class Run:
         return {
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "data_order": data_order(self.train_set.key, self.config),
+            "data_order": data_order(self.train_set.key, self.train_set.content, self.config),
             "global_batch_size": self.global_batch_size,
             "skipped_steps": int(self.skipped_steps),
         }

@@ -60,6 +60,20 @@ def digest(path: Path) -> list:
         return [path.stat().st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
 
 
+def sample(path: Path) -> str:
+    """A hash of a file's size and of 16 blocks of 64 KiB, evenly spread: all of a file of up to 1 MiB."""
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        found = hashlib.blake2b(str(size).encode(), digest_size=16)
+        for number in range(_BLOCKS):
+            file.seek(max(0, size - _BLOCK) * number // (_BLOCKS - 1) if size > _BLOCKS * _BLOCK else number * _BLOCK)
+            found.update(file.read(_BLOCK))
+    return found.hexdigest()
+
+
+_BLOCK, _BLOCKS = 1 << 16, 16
+
+
 def sync(path: Path) -> None:
     """Make a file's bytes, or a folder's names, survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
