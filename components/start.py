@@ -26,6 +26,9 @@ _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
 can be given on the command line too, and overrides the file: --training.steps 100, --checkpoint.enable.
 
+  --check   starts nothing: lists what can be known before a run, from the configuration to memory and disk, and
+            exits with 0 or 2
+
 environment variables
   NGPU            ranks on this node; if unset all GPUs, without GPUs what the layout needs, else 2
   NNODES          nodes; start the same command on each (default 1)
@@ -54,6 +57,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print_help()
         return ExitCode.DONE
+    if "--check" in argv:
+        return run_alone("components.check", [word for word in argv if word != "--check"], {})
     try:
         argv = with_recipe(argv)
         config, settings = check(argv, os.environ)
@@ -86,16 +91,21 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
     settings = read_settings(config, environment)
     degrees = resolve_degrees(config, settings.world_size)
     fake = config.comm.mode == "fake_backend"
-    if 0 < gpus() < settings.ranks and not fake:
-        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
-        raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     if not fake:
-        _check_dump_folder(config)
-        check_device(config, (9, 0) if gpus() else None)  # ranks check the actual device
+        check_devices(config, settings, environment)
+        check_dump_folder(config)
     check_layout(config, degrees)  # last, since it imports torch for the model's sizes
     if not fake:
         check_initial_weights(config)
     return config, settings
+
+
+def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if the node has too few GPUs, or none of what the job asks for; ranks check the actual one."""
+    if 0 < gpus() < settings.ranks:
+        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
+    check_device(config, (9, 0) if gpus() else None)
 
 
 def check_initial_weights(config: JobConfig) -> None:
@@ -113,13 +123,18 @@ def check_initial_weights(config: JobConfig) -> None:
 
 def rehearse(settings: Settings, argv: list[str]) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
-    command = [sys.executable, "-P", "-m", "components.dry_run", *argv]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-        if code := subprocess.run(command, env={**os.environ, **numbers, "PYTHONPATH": path}).returncode:
+        if code := run_alone("components.dry_run", argv, numbers):
             return code
     return ExitCode.DONE
+
+
+def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int:
+    """The exit code of a module in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", module, *argv]
+    return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": path}).returncode
 
 
 def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
@@ -135,7 +150,7 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
     return run_ranks(command, settings, logs)
 
 
-def _check_dump_folder(config: JobConfig) -> None:
+def check_dump_folder(config: JobConfig) -> None:
     """Raises ConfigError if the folder could not be made; does not make it, since later checks may fail."""
     folder = Path(config.job.dump_folder).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())

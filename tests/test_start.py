@@ -135,5 +135,5 @@ def test_help_shows_every_key() -> None:
     missing = [key for key in OURS if f"--{key}" not in done.stdout]
     assert not missing, difflib.get_close_matches(missing[0], done.stdout.split())
     assert "origins" not in done.stdout
-    for name in ("NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "PYTHON", "exit codes"):
+    for name in ("--check", "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "PYTHON", "exit codes"):
         assert name in done.stdout
