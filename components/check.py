@@ -175,7 +175,7 @@ def port(job: Job) -> str:
             return f"{job.settings.endpoint} is free on this node"
         except OSError as error:
             in_use = f"RDZV_ENDPOINT = {job.settings.endpoint}: {error.strerror}"
-            if socket.gethostbyname(socket.gethostname()) == address[0] or address[0].startswith("127."):
+            if socket.gethostbyname(socket.gethostname()) == address[0] or str(address[0]).startswith("127."):
                 raise ConfigError(in_use) from None
     with socket.socket(family, kind) as probe:
         probe.settimeout(3)

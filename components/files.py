@@ -47,6 +47,13 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
         raise ConfigError(f"{path}: {short(place + first['msg'])}") from None
 
 
+def inside(folder: Path, file: Path) -> bool:
+    """Whether a file lies in a folder, links followed. The hub's cache keeps the files of a snapshot beside it."""
+    home, found = (Path(os.path.realpath(path)) for path in (folder, file))
+    homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    return any(found.is_relative_to(each) for each in homes)
+
+
 def replace(path: Path, text: str) -> None:
     """Write a file in one step: readers see the old text or the new, never a part of it."""
     partial = path.with_suffix(".partial")

@@ -13,6 +13,9 @@ import pytest
 
 from components import start
 from components.config import ConfigError, load_config
+from components.data import build_datasets
+from components.data.sources import find_files
+from components.data.stream import check_stream, stream_spec
 from components.data.tokenizer import load_tokenizer
 from components.state import weights
 from tests.jobs import job, refused
@@ -125,7 +128,7 @@ WRONG_MAPS: list[Any] = [None, 3, "text", ["a"], {"a": 1}, {"a": None}, {"a": ["
 @pytest.mark.parametrize("value", [*WRONG, *({"weight_map": each} for each in WRONG_MAPS)], ids=json.dumps)
 def test_an_index_of_weights_that_is_none(value: Any, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(value))
-    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: ") as caught:
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: |leads out of this folder") as caught:
         weights.Folder(tmp_path)
     assert len(str(caught.value).splitlines()) == 1
 
@@ -140,7 +143,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("weights")
     model = meta_model("llama", "debug")
-    tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}  # type: ignore[operator]
+    tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
     return folder
 
@@ -194,3 +197,73 @@ def test_the_command_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert start.main(["--job.config_file", str(tmp_path / "pipe")]) == 2
     assert start.main(["--job.config_file", str(job(tmp_path, f"[debug]\nseed = {2**64}"))]) == 2
     assert "Traceback" not in capsys.readouterr().err
+
+
+# Folders of strangers
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/own.txt").write_text("secret")
+    return tmp_path / "secret/own.txt"
+
+
+@pytest.mark.parametrize("link", ["a file", "a folder"])
+def test_links_out_of_a_folder_of_texts_are_refused(link: str, secret: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good")
+    (folder / "link.txt").symlink_to("good.txt")
+    assert len(find_files(str(folder))) == 2
+    (folder / "away.txt" if link == "a file" else folder / "away").symlink_to(
+        secret if link == "a file" else secret.parent
+    )
+    with pytest.raises(ConfigError, match=r"own\.txt, which is outside of the folder"):
+        find_files(str(folder))
+    streaming = ["--training.dataset_streaming", "--training.dataset_cache", str(tmp_path / "cache")]
+    with pytest.raises(ConfigError, match="outside of the folder"):
+        stream_spec(load_config(["--training.dataset_path", str(folder), *streaming]))
+    assert len(find_files(f"{folder}/**/*.txt")) == 3, "what a user names is read"
+
+
+@pytest.mark.parametrize("path", ["../secret/own.txt", "absolute"])
+def test_a_readme_that_names_files_elsewhere_is_refused(
+    path: str, secret: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "good.txt").write_text("good")
+    place = path if path != "absolute" else secret
+    named = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: {place}\n"
+    (folder / "README.md").write_text(f"---\n{named}---\n")
+    given = ["--training.dataset_path", str(folder), "--training.dataset_streaming"]
+    with pytest.raises(ConfigError, match="which is outside of the folder"):
+        check_stream(load_config([*given, "--training.dataset_cache", str(tmp_path / "cache")]))
+
+
+def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(secret: Path, tmp_path: Path) -> None:
+    folder = save_json_tokenizer(tmp_path / "tokenizer")
+    blobs = tmp_path / "models--a--b/blobs"
+    blobs.mkdir(parents=True)
+    snapshot = tmp_path / "models--a--b/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, blobs / name)
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    assert load_tokenizer(str(snapshot)).vocab_size == load_tokenizer(str(folder)).vocab_size
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(secret)
+        with pytest.raises(ConfigError, match="leads out of its folder"):
+            load_tokenizer(str(folder))
+
+
+def test_a_tokenizer_larger_than_the_table_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("In the beginning God created. " * 500)
+    given = ["--training.dataset_path", str(tmp_path / "a.txt"), "--training.dataset_cache", str(tmp_path / "cache")]
+    config = load_config([*given, "--training.seq_len", "16"])
+    build_datasets(config, 4096)
+    with pytest.raises(ConfigError, match=r"hf_assets_path = .*: 4096 tokens, but llama debug has a table of 4095"):
+        build_datasets(config, 4095)

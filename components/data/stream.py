@@ -25,7 +25,7 @@ import numpy as np
 from components.config import ROOT, ConfigError, JobConfig, Training, mistake
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
-from components.data.sources import HUB, REGISTERED, BadRecord, walk
+from components.data.sources import HUB, REGISTERED, BadRecord, check_inside, walk
 from components.data.tokenizer import load_tokenizer, try_tokenizer
 from components.files import read_json_if_whole, sample
 
@@ -82,7 +82,9 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         path, part, revision = str(Path(base.path).expanduser().absolute()), None, None
         if not Path(path).is_dir():
             raise ConfigError(mistake(config, "training.dataset_path", "not a folder; only folders are streamed"))
-        files = sorted((str(file.relative_to(path)), file.stat()) for file in walk(Path(path)))
+        found = list(walk(Path(path)))
+        check_inside(Path(path), found)
+        files = sorted((str(file.relative_to(path)), file.stat()) for file in found)
         name = hashlib.blake2b(repr([(file, state.st_size) for file, state in files]).encode(), digest_size=12)
         # A copy of the folder has the same data, but gets its own cache.
         try:
@@ -159,6 +161,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
 
     datasets.disable_progress_bars()
     builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
+    _check_builder(builder, spec)
     if builder.name == "text":
         builder.config.sample_by = "document"  # a file is a document, as without streaming
     stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
@@ -176,6 +179,18 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
     except (pyarrow.ArrowException, UnicodeDecodeError, EOFError, datasets.exceptions.DatasetsError) as error:
         reason = f"cannot be read after record {records:,}: {first_line(error.__cause__ or error)}"
         raise ConfigError(f"training data {spec.path}: {reason}") from error
+
+
+def _check_builder(builder: Any, spec: StreamSpec) -> None:
+    """Raises ConfigError for a kind of file that is not read here, or where a folder's README names files elsewhere."""
+    if builder.name not in _KINDS:
+        raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
+    if spec.revision is None:
+        named = [file for files in (builder.config.data_files or {}).values() for file in files]
+        check_inside(Path(spec.path), [Path(str(file).rpartition("::")[2]) for file in named])
+
+
+_KINDS = ("parquet", "json", "text", "csv", "arrow")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
 from components.config.keys import short
-from components.files import read_json_as, write_json
+from components.files import inside, read_json_as, write_json
 from components.launch.exit_codes import ExitCode
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
@@ -153,7 +153,12 @@ def find_tokenizer(path: str) -> Path:
     found = given if given.exists() else ROOT / given
     if found.is_dir():
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
-        found = next((candidate for candidate in candidates if candidate.exists()), found)
+        folder, found = found, next((candidate for candidate in candidates if candidate.exists()), found)
+        for file in (found, folder / "tokenizer_config.json"):
+            if not inside(folder, file):
+                raise ConfigError(
+                    f"model.hf_assets_path: {file} leads out of its folder: give the path that it leads to"
+                )
     if not found.is_file():
         raise ConfigError(
             f"model.hf_assets_path: no tokenizer at {path}: give a tiktoken rank file or a tokenizer.json, or the "

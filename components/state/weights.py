@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
-from components.files import read_json_as, write_json
+from components.files import inside, read_json_as, write_json
 from components.state.checkpoint import together
 from components.state.folder import Reader
 from parallelize.sharding import own_slice
@@ -63,8 +63,8 @@ class Folder:
         index = path / "model.safetensors.index.json"
         try:
             names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
-            if outside := [name for name in names if Path(name).name != name]:
-                raise ConfigError(f"{index}: weight_map: {outside[0]} is not a file of this folder")
+            if outside := [name for name in names if Path(name).name != name or not inside(path, path / name)]:
+                raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
                 opened = safe_open(path / file, "pt")
                 if twice := self._files.keys() & set(opened.keys()):

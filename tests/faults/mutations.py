@@ -138,9 +138,9 @@ def mutate_value(draw: random.Random, value: Any) -> Any:
     key = draw.choice(sorted(value)) if isinstance(value, dict) else draw.randrange(len(value))
     changed = dict(value) if isinstance(value, dict) else list(value)
     if draw.random() < 0.15:
-        del changed[key]  # type: ignore[arg-type]
+        del changed[key]
     else:
-        changed[key] = mutate_value(draw, value[key])  # type: ignore[index, call-overload]
+        changed[key] = mutate_value(draw, value[key])
     return changed
 
 
@@ -172,7 +172,7 @@ class Mutations:
         self.recipes.sort()
         model = meta_model("llama", "debug")
         self.model = model
-        tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}  # type: ignore[operator]
+        tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}
         weights = folder / "weights"
         weights.mkdir()
         save_file(tensors, weights / "model.safetensors")
@@ -182,7 +182,7 @@ class Mutations:
         np.asarray([1000]).tofile(folder / "cache" / "documents.bin")
         bundled = load_tokenizer("assets/tokenizer")
         (folder / "tokenizer").mkdir()
-        bundled.to_json().save(str(folder / "tokenizer/tokenizer.json"))  # type: ignore[attr-defined]
+        bundled.to_json().save(str(folder / "tokenizer/tokenizer.json"))
         index = {"key": "k", "dtype": "uint16", "vocab_size": 1000, "tokens": 1000, "documents": 1}
         added = {"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|end_of_text|>"}}
         git, versions = {"revision": "a", "dirty": False}, {"torch": "2"}
@@ -190,7 +190,7 @@ class Mutations:
         made = json.loads((folder / "tokenizer/tokenizer.json").read_text())
         where = {"weight_map": dict.fromkeys(tensors, "model.safetensors")}
         self.files: list[tuple[Path, bytes, Check]] = [
-            self._file("weights/config.json", model.hf_config(), self._weights),  # type: ignore[operator]
+            self._file("weights/config.json", model.hf_config(), self._weights),
             self._file("weights/model.safetensors.index.json", where, self._weights),
             self._file("tokenizer/tokenizer.json", made, self._tokenizer),
             self._file("tokenizer/tokenizer_config.json", added, self._tokenizer),
@@ -205,7 +205,7 @@ class Mutations:
         return path, path.read_bytes(), read
 
     def _weights(self) -> None:
-        check_weights(self.model, self.folder / "weights")  # type: ignore[arg-type]
+        check_weights(self.model, self.folder / "weights")
 
     def _tokenizer(self) -> None:
         """In a process of its own, as try_tokenizer does: the library aborts on some files."""
