@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from components import start
 from components.config import ROOT, ConfigError, JobConfig, to_dict
 from components.data import PackedSequences, TokenCache
-from components.data.tokenizer import load_tokenizer
+from components.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from components.metrics.report import _read_run, about_cells
 from components.state.folder import find_checkpoint
 from components.state.weights import check_weights
@@ -181,6 +181,7 @@ class Mutations:
         numbers.tofile(folder / "cache" / "tokens.bin")
         np.asarray([1000]).tofile(folder / "cache" / "documents.bin")
         bundled = load_tokenizer("assets/tokenizer")
+        assert isinstance(bundled, TiktokenTokenizer)
         (folder / "tokenizer").mkdir()
         bundled.to_json().save(str(folder / "tokenizer/tokenizer.json"))
         index = {"key": "k", "dtype": "uint16", "vocab_size": 1000, "tokens": 1000, "documents": 1}
