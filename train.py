@@ -5,11 +5,10 @@ python train.py --job.config_file recipes/llama_debug.toml     one rank, in this
 """
 
 import gc
-import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import JobConfig, load_config, to_dict
+from components.config import JobConfig, load_config
 from components.data import PackedSequences, build_datasets
 from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
-from components.describe import describe
+from components.describe import introduce
+from components.guards import Guards
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
+from components.launch.hang import HangWatch
 from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
 from components.metrics.profiling import profiling
-from components.optimizer import build_optimizer, clip_gradients, learning_rate, state_bytes, update
+from components.metrics.stragglers import Stragglers
+from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
+from components.replicas import Replicas
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from components.state.weights import export, load_weights
@@ -41,7 +44,7 @@ from parallelize.groups import init_distributed, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
-from parallelize.sharding import align_gradients, describe_memory
+from parallelize.sharding import align_gradients, poison_if_not_finite
 
 Batch = dict[str, Tensor]
 
@@ -59,6 +62,8 @@ class Run:
     dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
+    guards: Guards
+    """Decide which updates are made."""
     train_set: PackedSequences
     validation_set: PackedSequences | None
     step: int = 0
@@ -66,9 +71,6 @@ class Run:
     """Sequences consumed: the position in the data order."""
     tokens: int = 0
     """Labels trained on, over all ranks."""
-    skipped_steps: Tensor = field(default_factory=lambda: torch.zeros(()))
-    """Steps with a gradient norm that was not finite, since step 0; they changed no weight."""
-    skipped_in_a_row: Tensor = field(default_factory=lambda: torch.zeros(()))
 
     @property
     def degrees(self) -> Degrees:
@@ -92,9 +94,9 @@ class Run:
         return {
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "data_order": data_order(self.train_set.key, self.config),
+            "data_order": data_order(self.train_set.key, self.train_set.content, self.config),
             "global_batch_size": self.global_batch_size,
-            "skipped_steps": int(self.skipped_steps),
+            **self.guards.state(),
         }
 
 
@@ -126,7 +128,8 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
     optimizer = build_optimizer(stages, config.optimizer)
-    return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, *datasets)
+    guards = Guards(config.training, Path(config.job.dump_folder), mesh, device)
+    return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, guards, *datasets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -135,7 +138,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     Raises ConfigError if the data order or the global batch differs from the checkpoint's.
     """
     checkpoint = run.config.checkpoint
-    state = checkpointer.load(checkpoint.load_step) if checkpoint.enable else None
+    state = checkpointer.load() if checkpoint.enable else None
     if state is None and checkpoint.initial_load_path:
         if checkpoint.initial_load_in_hf:
             load_weights(run.stages, Path(checkpoint.initial_load_path))
@@ -145,29 +148,33 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
             print(f"weights from {checkpoint.initial_load_path}", flush=True)
     if state is None:
         return
-    if "train_state" not in checkpoint.exclude_from_loading:
+    if "train_state" not in checkpointer.excluded:
         run.step, run.tokens = state["step"], state["tokens"]
-        run.skipped_steps.fill_(state["skipped_steps"])
-    if "dataloader" not in checkpoint.exclude_from_loading:
+        run.guards.load(state)
+    if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
     if dist.get_rank() == 0:
         print(f"continuing after step {run.step}, at sequence {run.sequences:,}", flush=True)
 
 
-def local_batches(run: Run) -> Iterator[Batch]:
-    """A batch for each accumulation step from run.sequences on, without end; equal on ranks that share sequences."""
-    training = run.config.training
-    order = Order(
+def local_order(run: Run, consumed_sequences: int) -> Order:
+    """Numbers of this rank's sequences from a position of the data order on; equal on ranks that share sequences."""
+    return Order(
         run.train_set,
         run.config.debug.seed,
         run.global_batch_size,
-        training.local_batch_size,
+        run.config.training.local_batch_size,
         batch_rank=batch_rank(run.mesh),
         batch_ranks=run.degrees.batch_ranks,
-        consumed_sequences=run.sequences,
+        consumed_sequences=consumed_sequences,
     )
-    return build_loader(order, training.document_mask, training.dataloader)
+
+
+def local_batches(run: Run) -> Iterator[Batch]:
+    """A batch for each accumulation step from run.sequences on, without end."""
+    training = run.config.training
+    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader)
 
 
 def valid_tokens(run: Run) -> int:
@@ -200,25 +207,27 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
             loss += run.pipeline.forward_backward(batch, valid)
         else:
             part = run.stages[0](**batch) / valid
-            part.backward()
+            poison_if_not_finite(part).backward()
             loss += part.detach()
     align_gradients(run.parameters)
     run.dynamics.before_update()
-    norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group())
-    finite = norm.isfinite()
+    own_norms: list[Tensor] = []
+    norm = clip_gradients(run.parameters, config.training.max_norm, run.mesh["pp"].get_group(), own_norms)
+    accepted = run.guards.judge(run.step, run.sequences, loss, norm, own_norms)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
-    update(run.optimizer, lr, finite)
+    update(run.optimizer, lr, accepted)
     run.dynamics.after_update()
-    run.skipped_steps = run.skipped_steps + ~finite
-    run.skipped_in_a_row = (run.skipped_in_a_row + 1) * ~finite
     run.sequences += run.global_batch_size
     run.tokens += valid
     return loss, norm
 
 
 @torch.no_grad()
-def validate(run: Run) -> tuple[float, int]:
-    """Mean loss of a label over the validation data, and the number of labels; the same on every rank."""
+def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
+    """Mean loss of a label over the validation data, and the number of labels; the same on every rank.
+
+    Cut short, and of no meaning, if all ranks agree to stop meanwhile.
+    """
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -227,7 +236,7 @@ def validate(run: Run) -> tuple[float, int]:
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
     summed_loss = run.pipeline.summed_loss if run.pipeline else lambda batch: run.stages[0](**batch)
-    for batch in batches:
+    for batch in stop.until_agreed(batches) if stop else batches:
         total += summed_loss(own_part(run, batch))
     reshard(run.stages)
     labels = run.validation_set.count_valid(np.arange(count))
@@ -235,7 +244,7 @@ def validate(run: Run) -> tuple[float, int]:
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
-    """Write the step's numbers, for which the host waits. Ends the run after too many steps that were not finite."""
+    """Write the step's numbers, for which the host waits."""
     config = run.config
     metrics.log(
         run.step,
@@ -243,44 +252,47 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
         loss=sum_over_token_ranks(loss, run.mesh).item(),
         grad_norm=norm.item(),
         lr=learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        skipped_steps=run.skipped_steps.item(),
+        **run.guards.counts(),
     )
-    if run.skipped_in_a_row.item() >= config.training.max_nonfinite_steps:
-        print(
-            f"step {run.step}: loss or gradient not finite {run.skipped_in_a_row:.0f} steps in a row "
-            f"(training.max_nonfinite_steps = {config.training.max_nonfinite_steps}); weights are as they were before",
-            file=sys.stderr,
-        )
-        raise SystemExit(ExitCode.NONFINITE)
 
 
-def train(run: Run, metrics: Metrics, checkpointer: Checkpointer) -> int:
+def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSignal) -> int:
     """Train to the last step, or until a signal asks to stop; returns the exit code."""
-    config, stop = run.config, StopSignal()
+    config, stragglers = run.config, Stragglers(run.mesh)
     training, checkpoint, validation = config.training, config.checkpoint, config.validation
     first, code = run.step + 1, int(ExitCode.DONE)
+    replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
     saves = checkpoint.enable and not checkpoint.load_only
     batches = local_batches(run)
     # All ranks collect garbage at the same steps: each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
         while run.step < training.steps and code == ExitCode.DONE:
-            loss, norm = train_step(run, batches, valid_tokens(run))
+            logged = (run.step + 1) % config.metrics.log_freq == 0 or run.step + 1 in (first, training.steps)
+            with stragglers.watched(logged) as own_time:
+                loss, norm = train_step(run, batches, valid_tokens(run))
             last = run.step == training.steps
-            if number := stop.agreed():
-                code = 128 + number
+            code = stop.agreed()
             if run.step == first:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
             if run.dynamics.sampled:
                 metrics.log_dynamics(run.step, run.dynamics.tables())
-            if run.step % config.metrics.log_freq == 0 or run.step == first or last:
+            if logged:
                 log(run, metrics, loss, norm)
+                stragglers.compare(own_time)
             if validation.enable and (run.step % validation.freq == 0 or last) and not code:
-                metrics.log_validation(run.step, *validate(run))
+                validated = validate(run, stop)
+                code = stop.code
+                if not code:
+                    metrics.log_validation(run.step, *validated)
                 metrics.restart_clock(run.step, run.tokens)
             due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
-            if saves and (due or last or code):
-                checkpointer.save(run.step, run.state(), model_only=last and checkpoint.last_save_model_only)
+            saving = saves and bool(due or last or code)
+            run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
+            replicas.check(run.step, saving)
+            if saving:
+                model_only = last and checkpoint.last_save_model_only
+                checkpointer.save(run.step, run.state(), model_only, prune=not run.guards.skipping)
                 metrics.restart_clock(run.step, run.tokens)
             checkpointer.poll()
             at_step_end(run.step)
@@ -302,6 +314,7 @@ def export_weights(run: Run, checkpointer: Checkpointer) -> None:
 
 def main(argv: list[str]) -> int:
     """One rank from start to end; returns its exit code."""
+    stop = StopSignal()
     config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
@@ -314,13 +327,11 @@ def main(argv: list[str]) -> int:
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
     if rank == 0:
-        if config.job.print_config:
-            print(json.dumps(to_dict(config), indent=1))
-        print(describe(config, run.degrees, run.parameters))
         batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
-        print(describe_memory(run.parameters, state_bytes(config.optimizer), batches))
+        print(introduce(config, run.degrees, run.parameters, batches))
     try:
-        code = train(run, metrics, checkpointer)
+        with stop.saving(), HangWatch(run.mesh):
+            code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
             export_weights(run, checkpointer)
         return code

@@ -1,14 +1,24 @@
 """What a run says when it starts: model, layout, batch, and a learning rate that will not reach its peak."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from components.config import JobConfig
+from components.config import JobConfig, to_dict
+from components.optimizer import state_bytes
 from models import MODELS
 from parallelize.mesh import Degrees, draw_layout
 from parallelize.rules import global_batch_size
 from parallelize.schedules import describe_stages
+from parallelize.sharding import describe_memory
+
+
+def introduce(config: JobConfig, degrees: Degrees, parameters: Sequence[Tensor], batches: int) -> str:
+    """describe, and what this rank keeps; with job.print_config the whole job first. batches: as in describe_memory."""
+    job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
+    memory = describe_memory(parameters, state_bytes(config.optimizer), batches)
+    return "\n".join([*job, describe(config, degrees, parameters), memory])
 
 
 def describe(config: JobConfig, degrees: Degrees, parameters: Iterable[Tensor]) -> str:

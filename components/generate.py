@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Model, Parallelism, Training
 from components.data.tokenizer import Tokenizer, load_tokenizer
-from components.files import read_json
+from components.files import read_json_as
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.checkpoint import load_tensors
 from components.state.folder import find_checkpoint
+from components.state.tensors import load_tensors
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
 from models.attention import AttentionCore, Visible
@@ -80,7 +80,7 @@ def _open_hugging_face(folder: Path) -> Source:
     file = folder / "config.json"
     families = {model_class.hf_type: name for name, (model_class, _) in MODELS.items()}
     try:
-        given = read_json(file)
+        given = read_json_as(dict[str, Any], file)
         name = families.get(given.get("model_type"))
         if name is None:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")

@@ -105,17 +105,26 @@ def local_gradients(parameters: Sequence[Tensor]) -> dict[tuple[dist.ProcessGrou
     return parts
 
 
-def clip_gradients(parameters: Sequence[Tensor], max_norm: float, stages: dist.ProcessGroup | None = None) -> Tensor:
+def clip_gradients(
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    stages: dist.ProcessGroup | None = None,
+    own_norms: list[Tensor] | None = None,
+) -> Tensor:
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
     The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
     layout. Squares are summed in float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently
-    for each way to split it. A pipeline's rank may have no gradient at all.
+    for each way to split it. A pipeline's rank may have no gradient at all. own_norms takes the norms of this rank's
+    parts of the gradients, before they are scaled, in the order of local_gradients.
     """
     parts = local_gradients(parameters)
     squares = []
     for groups, gradients in parts.items():
-        square = torch.stack(torch._foreach_norm(gradients, dtype=torch.float64)).square().sum()
+        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        if own_norms is not None:
+            own_norms.extend(norms)
+        square = torch.stack(norms).square().sum()
         for group in groups:
             dist.all_reduce(square, group=group)
         squares.append(square)
@@ -129,15 +138,15 @@ def clip_gradients(parameters: Sequence[Tensor], max_norm: float, stages: dist.P
     return norm
 
 
-def update(optimizer: torch.optim.Optimizer, lr: float, finite: Tensor) -> None:
-    """One step at this learning rate; where `finite` is false, weights and moments keep every bit.
+def update(optimizer: torch.optim.Optimizer, lr: float, accepted: Tensor) -> None:
+    """One step at this learning rate; where `accepted` is false, weights and moments keep every bit.
 
     torch's fused kernels decide on the device. Other optimizers cannot, so there the host waits and decides.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
     if optimizer.param_groups[0].get("fused"):
-        optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
+        optimizer.found_inf = (~accepted).float()  # type: ignore[attr-defined]
         optimizer.step()
-    elif finite.item():
+    elif accepted.item():
         optimizer.step()

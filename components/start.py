@@ -26,14 +26,17 @@ _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
 can be given on the command line too, and overrides the file: --training.steps 100, --checkpoint.enable.
 
+  --check   starts nothing: lists what can be known before a run, from the configuration to memory and disk, and
+            exits with 0 or 2
+
 environment variables
   NGPU            ranks on this node; if unset all GPUs, without GPUs what the layout needs, else 2
   NNODES          nodes; start the same command on each (default 1)
   RDZV_ENDPOINT   host:port of one node, the same on each; needed with NNODES
   NODE_RANK       number of this node; if unset, nodes number themselves
   LOG_RANK        ranks shown on the console, as 0,1 or all (default 0); each rank has a log file in any case
-  MAX_RESTARTS    how often all ranks are started again after one is lost (default 0); they resume from a checkpoint;
-                  one node only
+  MAX_RESTARTS    how often all ranks of all nodes are started again after one is lost (default 0); they resume from
+                  a checkpoint
   SHUTDOWN_TIMEOUT_SECONDS   time for saving after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
@@ -44,8 +47,10 @@ exit codes
   2  a mistake in the job file, the command line or the data
   3  loss or gradient not finite, training.max_nonfinite_steps times in a row
   4  out of memory
-  5  a rank was killed, or a collective timed out
-  128 + N  stopped by signal N after saving: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
+  5  a rank or its loader worker was killed, or a collective timed out
+  6  stopped by a signal before the run was saved: a second signal after 5 seconds, or too little time
+  7  ranks that should hold the same bits differ (debug.check_replicas_freq)
+  128 + N  stopped by signal N after saving, if checkpoints are enabled: 143 SIGTERM, 130 Ctrl-C, 138 SIGUSR1
 """
 
 
@@ -54,6 +59,8 @@ def main(argv: list[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print_help()
         return ExitCode.DONE
+    if "--check" in argv:
+        return run_alone("components.check", [word for word in argv if word != "--check"], {})
     try:
         argv = with_recipe(argv)
         config, settings = check(argv, os.environ)
@@ -63,7 +70,9 @@ def main(argv: list[str]) -> int:
         if config.comm.mode == "fake_backend":
             return rehearse(settings, argv)
         from components.data.__main__ import prepare_all
+        from components.launch.signals import end_at_signals
 
+        end_at_signals("before ranks were started")
         prepare_all(config)
         return start(config, settings, [sys.executable, str(TRAIN), *argv])
     except ConfigError as error:
@@ -86,16 +95,21 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
     settings = read_settings(config, environment)
     degrees = resolve_degrees(config, settings.world_size)
     fake = config.comm.mode == "fake_backend"
-    if 0 < gpus() < settings.ranks and not fake:
-        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
-        raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     if not fake:
-        _check_dump_folder(config)
-        check_device(config, (9, 0) if gpus() else None)  # ranks check the actual device
+        check_devices(config, settings, environment)
+        check_folders(config)
     check_layout(config, degrees)  # last, since it imports torch for the model's sizes
     if not fake:
         check_initial_weights(config)
     return config, settings
+
+
+def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if the node has too few GPUs, or none of what the job asks for; ranks check the actual one."""
+    if 0 < gpus() < settings.ranks:
+        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
+        raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
+    check_device(config, (9, 0) if gpus() else None)
 
 
 def check_initial_weights(config: JobConfig) -> None:
@@ -113,13 +127,18 @@ def check_initial_weights(config: JobConfig) -> None:
 
 def rehearse(settings: Settings, argv: list[str]) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
-    command = [sys.executable, "-P", "-m", "components.dry_run", *argv]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-        if code := subprocess.run(command, env={**os.environ, **numbers, "PYTHONPATH": path}).returncode:
+        if code := run_alone("components.dry_run", argv, numbers):
             return code
     return ExitCode.DONE
+
+
+def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int:
+    """The exit code of a module in a process of its own."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-P", "-m", module, *argv]
+    return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": path}).returncode
 
 
 def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
@@ -135,14 +154,22 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
     return run_ranks(command, settings, logs)
 
 
-def _check_dump_folder(config: JobConfig) -> None:
-    """Raises ConfigError if the folder could not be made; does not make it, since later checks may fail."""
-    folder = Path(config.job.dump_folder).absolute()
+def check_folders(config: JobConfig) -> None:
+    """Raises ConfigError if the dump folder, or that of checkpoints, could not be made or written; makes neither."""
+    dump = Path(config.job.dump_folder)
+    _check_folder(config, "job.dump_folder", dump)
+    if config.checkpoint.enable and not config.checkpoint.load_only:
+        _check_folder(config, "checkpoint.folder", dump / config.checkpoint.folder)
+
+
+def _check_folder(config: JobConfig, key: str, folder: Path) -> None:
+    """Raises ConfigError if files could not be made in it; does not make it, since later checks may fail."""
+    folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir():
-        raise ConfigError(mistake(config, "job.dump_folder", f"{there} is not a folder"))
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(mistake(config, "job.dump_folder", f"no permission to write in {there}"))
+        raise ConfigError(mistake(config, key, f"{there} is not a folder"))
+    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(mistake(config, key, f"no permission to write in {there}"))
 
 
 def print_help() -> None:

@@ -131,7 +131,7 @@ class Transformer(nn.Module):
         ours = to_hugging_face(self.config) | {"model_type": self.hf_type}
         try:
             theirs = to_hugging_face(from_hugging_face(given, type(self.config)))
-        except (KeyError, TypeError, ValueError) as error:
+        except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             return [str(error)]
         theirs |= {"model_type": given.get("model_type"), "max_position_embeddings": self.config.context_length}
         return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]

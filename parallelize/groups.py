@@ -24,6 +24,7 @@ def init_distributed(timeout_seconds: int) -> torch.device:
         torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
     )
     backend = cpu_backend()
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # the flight recorder's: for gloo torch's default is 0
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = f"cpu:{backend},cuda:nccl"

@@ -112,6 +112,11 @@ class Mesh:
         """The process group of each dimension that this rank is in."""
         return {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
 
+    def peers(self, name: str) -> list[list[int]]:
+        """The ranks of every group along pp, dp_replicate, fsdp or tp, also of those that this rank is not in."""
+        dimension = (self._weights.mesh_dim_names or ()).index(name)
+        return self._weights.mesh.movedim(dimension, -1).flatten(end_dim=-2).tolist()
+
 
 def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     """A drawing of the mesh, as lines of text: a pair of brackets holds the ranks along the innermost dimension.

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Mesh
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
+from parallelize.sharding import poison_if_not_finite
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -89,7 +90,8 @@ class Pipeline:
         self._schedule = schedule.load()(
             parts[0] if schedule.one_stage else parts,
             n_microbatches=self.micro_batches,
-            loss_fn=lambda loss, _: loss / self._valid,  # the last stage gives the summed loss
+            # The last stage gives the summed loss.
+            loss_fn=lambda loss, _: poison_if_not_finite(loss / self._valid),
             scale_grads=False,  # torch would divide by the number of micro-batches
         )
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}

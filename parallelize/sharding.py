@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -25,6 +26,11 @@ def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
     mesh = tensor.device_mesh
     split = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
+
+
+def poison_if_not_finite(loss: Tensor) -> Tensor:
+    """A loss with NaN for gradients if it is not finite, else with its own: the gradient norm then tells every rank."""
+    return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 def align_gradients(parameters: list[nn.Parameter]) -> None:

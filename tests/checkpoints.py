@@ -185,8 +185,8 @@ def save(folder: Path, *steps: int, model_only: bool = False, **config: Any) -> 
 
 def load(folder: Path, step: int = -1, **config: Any) -> int | None:
     """The step that was resumed from, None if there was nothing; what was loaded must be what that step had."""
-    loader = checkpointer(folder, 99, **config)
-    state = loader.load(step)
+    loader = checkpointer(folder, 99, load_step=step, **config)
+    state = loader.load()
     got = content(loader.stages[0], loader.optimizer)
     if state is None:
         assert got == content(*small(99)), "nothing to resume from, and yet something was changed"

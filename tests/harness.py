@@ -24,6 +24,7 @@ torch.set_num_threads(1)  # before the fork server runs any operation: children 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 # Imported at first use by every rank, in a second: once, before the fork.
 import torch._dynamo
+import torch._dynamo.utils
 import torch.distributed as dist
 import torch.distributed._functional_collectives
 import torch.distributed.pipelining
@@ -150,7 +151,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _weights(run: train.Run) -> dict[str, Tensor]:
+def whole_weights(run: train.Run) -> dict[str, Tensor]:
     parameters = (parameter for stage in run.stages for parameter in stage.named_parameters())
     return _of_all_stages(run, {name: _whole(parameter) for name, parameter in parameters})
 
@@ -171,7 +172,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
     config = load_config(argv)
-    _forget_other_meshes(config)
+    _forget_groups(config, case.at_end is not None)
     run = train.build(config, device)
     checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
     if case.folder:
@@ -190,7 +191,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         return clip(*arguments)
 
     vars(train)["clip_gradients"] = clip_observed
-    first_weights, losses, norms = _weights(run), [], []
+    first_weights, losses, norms = whole_weights(run), [], []
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
         kept = case.valid_labels or (config.training.seq_len,)
@@ -206,28 +207,30 @@ def _observe(case: Case, device: torch.device) -> Observation:
     for part, seen_by_rank, _ in everything:
         assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
     sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
-    weights, gradients = _weights(run), _of_all_stages(run, gradients)
+    weights, gradients = whole_weights(run), _of_all_stages(run, gradients)
     extra = case.at_end(run) if case.at_end else None
     vars(train)["clip_gradients"] = clip
     torch._dynamo.reset()  # what one case compiles is not counted with another's
+    torch._dynamo.utils.counters.clear()
     torch.use_deterministic_algorithms(False)
     by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
     return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra, seconds)
 
 
-def _forget_other_meshes(config: JobConfig) -> None:
-    """Clear DTensor's caches where the mesh is not that of the case before.
+def _forget_groups(config: JobConfig, looked_at: bool) -> None:
+    """Clear DTensor's caches where the mesh is not that of the case before, or where the test looks at the run.
 
-    They keep the mesh and groups with which a rank first saw an operation: after another mesh, ranks could differ.
+    They keep the mesh and groups with which a rank first saw an operation: after another mesh, ranks could differ; and
+    messages over the groups of the case before are not counted as this run's.
     """
     mesh = resolve_degrees(config, dist.get_world_size()), config.parallelism.pipeline_first
-    if [mesh] != _MESH:
+    if looked_at or _last_mesh != [mesh]:
         torch.distributed.tensor.debug._clear_sharding_prop_cache()
         _gen_transform_infos.cache_clear()
-    _MESH[:] = [mesh]
+    _last_mesh[:] = [mesh]
 
 
-_MESH: list[Any] = []
+_last_mesh: list[Any] = []
 """Of the case before, in this process."""
 
 

@@ -35,7 +35,7 @@ class Launched:
                 return
         pytest.fail(f"ended before it printed {line}: {self.end()}")
 
-    def end(self, timeout: float = 30) -> tuple[int, str, str]:
+    def end(self, timeout: float = 120) -> tuple[int, str, str]:
         out, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, out, err
 

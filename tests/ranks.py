@@ -3,6 +3,7 @@
 They do one case after another, so that a layout costs a second and not six.
 """
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -45,7 +46,6 @@ class Ranks:
             context.Process(
                 target=_rank,
                 args=(rank, count, work, environment, self._folder.name, self._store.port, theirs),
-                daemon=True,
             )
             for rank, (_, theirs) in enumerate(pipes)
         ]
@@ -85,6 +85,13 @@ _kept: dict[int, Ranks] = {}
 """Ranks that wait for another case, by their number: torch's caches of a layout's operations are filled once."""
 _MOST_KEPT, _MOST_CASES = 16, 64
 """Ranks that are kept, in all; and cases of one world, by its ranks: each case leaves its groups' threads."""
+
+
+@atexit.register
+def _end_kept() -> None:
+    """Before multiprocessing waits for them."""
+    for ranks in _kept.values():
+        ranks.end()
 
 
 def kept_ranks(count: int, work: Work) -> Ranks:

@@ -289,6 +289,7 @@ def test_with_only_torn_checkpoints_the_initial_weights_are_taken(tmp_path: Path
         f"checkpoint {own}/step-10 passed over: ",
         f"checkpoint {own}/step-20 passed over: ",
         f"checkpoint {initial}/step-20 passed over: __0_0.distcp is corrupt",
+        f"no checkpoint in {own} can be continued: checkpoint.initial_load_path is taken",
         f"weights from {initial}",
     ):
         assert line in outcome.printed

@@ -107,6 +107,7 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
         ("--training.dataloader.prefetch_factor 2", "training.dataloader.prefetch_factor"),
         ("--training.global_batch_size 12 --training.local_batch_size 8", "training.global_batch_size"),
         ("--debug.deterministic_warn_only", "debug.deterministic_warn_only"),
+        ("--training.skip_spikes_window 64", "training.skip_spikes_window"),
         ("--profiling.profile_freq 3", "profiling.profile_freq"),
         (
             "--parallelism.context_parallel_method ulysses --parallelism.context_parallel_rotate_method alltoall",

@@ -22,9 +22,10 @@ def misspellings(word: str) -> Iterator[str]:
 
 def suggestions(folder: Path, typos: dict[str, str]) -> tuple[int, list[str]]:
     """How many of these misspelt keys are refused, and the messages that don't name the right one."""
-    path = job(folder, "\n".join(f"{key} = 1" for key in typos))
-    messages = {}
-    for message in refused("--job.config_file", path):
+    keys, messages = list(typos), {}
+    parts = ["\n".join(f"{key} = 1" for key in keys[at : at + 99]) for at in range(0, len(keys), 99)]
+    path = folder / "job.toml"
+    for message in (message for part in parts for message in refused("--job.config_file", job(folder, part))):
         place, _, rest = message.partition(": ")
         typo, _, reason = rest.partition(" = 1: ")
         assert place.startswith(f"{path}:"), message

@@ -12,7 +12,7 @@ import pytest
 
 from components.config import ROOT, ConfigError
 from components.data import PackedSequences, prepare
-from components.data.cache import _cut
+from components.data.cache import BLOCK_BYTES, _cut
 from components.data.tokenizer import load_tokenizer
 from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
 from tests.processes import start
@@ -141,6 +141,28 @@ def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
     # Without its index it was never finished.
     (folder / "index.json").unlink()
     assert documents_of(prepare(spec, 1)) == [WORDS]
+
+
+def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(WORDS * 20_000)
+    spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
+    cache = prepare(spec, 1)
+    file, size = cache.folder / "tokens.bin", cache.tokens.nbytes
+    assert size > 3 * BLOCK_BYTES
+    sequences = PackedSequences(cache, 1000)
+    assert sequences.get(np.arange(len(sequences)))[0].shape[0] == len(sequences)
+    content = bytearray(file.read_bytes())
+    content[2 * BLOCK_BYTES + 5] ^= 1
+    file.write_bytes(content)
+    sequences = PackedSequences(prepare(spec, 1), 1000)
+    sequences.get(np.array([0, 1]))
+    with pytest.raises(ConfigError, match=r"tokens\.bin: block 2 is damaged: remove "):
+        sequences.get(np.arange(len(sequences)))
+    held_out = PackedSequences(prepare(spec, 1), 40_000, "train", 0.05)
+    with pytest.raises(ConfigError, match="block 2 is damaged"):
+        held_out.get(np.arange(len(held_out)))
+    (cache.folder / "blocks.bin").unlink()  # as a cache of before there were hashes
+    PackedSequences(prepare(spec, 1), 1000).get(np.arange(len(sequences)))
 
 
 @pytest.mark.parametrize("place", ["a.txt", "a.txt/cache", "/proc/cache"])

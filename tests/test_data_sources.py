@@ -36,7 +36,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     (tmp_path / "data" / "loop.txt").symlink_to("loop.txt")
     folder = tmp_path / "data"
     reached = [folder / name for name in ("away/far.txt", "near.txt", "up/elsewhere/far.txt")]
-    assert find_files(str(folder)) == find_files(f"{folder}/**/*.txt") == reached
+    assert find_files(f"{folder}/**/*.txt") == reached
     assert find_files(f"{folder}/**/elsewhere/*") == reached[2:]
 
 

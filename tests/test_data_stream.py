@@ -13,6 +13,7 @@ import pytest
 
 from components.config import ROOT, ConfigError, load_config
 from components.data import PackedSequences
+from components.data.order import check_data_order, data_order
 from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, check_stream, is_stream, read_progress, stream_documents, stream_spec
 from tests.caches import read
@@ -97,6 +98,32 @@ def test_the_key_is_the_data_and_the_cache_is_of_one_copy(tmp_path: Path) -> Non
     save_parquet(copy, VERSES[:101])
     others.append(spec(copy, tmp_path))
     assert len({first.key, *(other.key for other in others)}) == 4
+
+
+def test_a_resume_on_files_that_changed_at_equal_size_is_refused(tmp_path: Path) -> None:
+    """Of a small file and of a large one; what was saved before contents were hashed still resumes."""
+    config = load_config(["--training.seq_len", "8"])
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "a.txt").write_text("In the beginning God")
+    with (data / "b.txt").open("wb") as file:
+        file.truncate(3 << 20)
+    first = spec(data, tmp_path)
+    saved = {"data_order": data_order(first.key, first.content, config), "global_batch_size": 4}
+    for name, at in (("a.txt", 3), ("b.txt", 0), ("b.txt", (3 << 20) - 1), ("b.txt", ((3 << 20) - (1 << 16)) // 3)):
+        times = (data / name).stat()
+        with (data / name).open("r+b") as file:
+            file.seek(at)
+            file.write(b"T")
+        os.utime(data / name, ns=(times.st_atime_ns, times.st_mtime_ns))
+        changed = spec(data, tmp_path)
+        assert (changed.key, changed.folder != first.folder) == (first.key, True)
+        now = {"data_order": data_order(changed.key, changed.content, config), "global_batch_size": 4}
+        with pytest.raises(ConfigError, match="content of the stream's files was"):
+            check_data_order(saved, now, 4)
+        older = {"data_order": data_order(first.key, None, config), "global_batch_size": 4}
+        check_data_order(older, now, 4)
+        saved = now
 
 
 FIELD = ["--training.dataset_text_field", "id"]

@@ -69,8 +69,8 @@ FAULTS = {
     ),
     "gradients after clipping": Fault(
         "train:train_step",
-        "    finite =",
-        "    run.dynamics.before_update()\n    finite =",
+        "    accepted =",
+        "    run.dynamics.before_update()\n    accepted =",
         "qwen3",
         (),
         "gradient_norm",

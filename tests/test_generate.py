@@ -272,7 +272,7 @@ def broken_sources(saved: Saved, folder: Path) -> Iterator[tuple[str, int | None
     yield "hub", None, r"up_proj.weight is missing\n.*norm.weight is \(3,\) there and \(256,\) here"
     yield "hub", 7, "--step 7: .* has no steps"
     (folder / "hub" / "config.json").write_text("not JSON")
-    yield "hub", None, "config.json: Expecting value"
+    yield "hub", None, "config.json: not JSON"
 
 
 @one_family

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from components.config import load_config
+from components.metrics import Metrics
 from components.metrics.__main__ import main
 from components.metrics.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
 
@@ -87,3 +90,40 @@ def test_a_folder_of_no_run_is_told(made: bool, tmp_path: Path, capsys: pytest.C
         folder.mkdir()
     assert main(["report", str(folder)]) == 2
     assert f"{folder / 'metrics.jsonl'}: no rows" in capsys.readouterr().err
+
+
+def test_bad_bytes_and_torn_lines_do_not_block_a_resume(tmp_path: Path) -> None:
+    lines = [
+        b'{"step": 1, "loss": 2.0}',
+        b'{"step": 2, "lo\xff": 1}',
+        b"[" * 5000,
+        b"[1]",
+        b'{"loss": 1}',
+        b"",
+        b'{"step": 3}',
+    ]
+    (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines, b'{"step": 4, "lo']))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 3]
+    metrics = metrics_of(tmp_path)
+    metrics.resume(1, 10)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_a_row_that_finds_no_space_is_said_once_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = metrics_of(tmp_path)
+    metrics.resume(0, 0)
+    whole, metrics.rows = metrics.rows, Path("/dev/full")
+    for step in (1, 2):
+        metrics.log_validation(step, 1.0, 5)
+    assert capsys.readouterr().err == "step 1: rows are lost: /dev/full: No space left on device\n"
+    metrics.rows = whole
+    whole.write_text('{"step": 1, "valid')  # what a full disk leaves
+    metrics.log_validation(3, 1.0, 5)
+    metrics.log_validation(4, 1.0, 5)
+    assert [row["step"] for row in read_rows(whole)] == [3, 4]
+
+
+def metrics_of(folder: Path) -> Metrics:
+    return Metrics(load_config(["--job.dump_folder", str(folder)]), 0, torch.device("cpu"), (1, 1), "1 rank")

@@ -161,9 +161,9 @@ FAULTS = {
     ),
     "tp ranks see different batches": (
         "train",
-        "local_batches",
-        "consumed_sequences=run.sequences",
-        "consumed_sequences=run.sequences + run.mesh['tp'].get_local_rank()",
+        "local_order",
+        "consumed_sequences=consumed_sequences",
+        "consumed_sequences=consumed_sequences + run.mesh['tp'].get_local_rank()",
     ),
     "tp ranks start from other norms": (
         "components.state.init",

@@ -21,9 +21,14 @@ begin = pytest.fixture(launcher)
 
 def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start) -> None:
     script = """
-        import os, sys
+        import os, socket, sys
         import torch.distributed as dist
         dist.init_process_group("gloo")
+        try:
+            socket.create_connection(("127.0.0.2", int(os.environ["MASTER_PORT"])), 1)
+            print("the store listens on other addresses too")
+        except ConnectionRefusedError:
+            pass
         rank, size = dist.get_rank(), dist.get_world_size()
         print(f"rank {rank} of {size}", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"])
         print("progress 1\\rprogress 2")
@@ -140,19 +145,38 @@ def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
 
 
 @pytest.mark.parametrize("numbered", [True, False], ids=["NODE_RANK", "unnumbered"])
-def test_two_nodes(numbered: bool, begin: Start) -> None:
+def test_two_nodes_that_lose_a_rank_meet_again(numbered: bool, begin: Start) -> None:
+    """Rank 1 is killed when all have met, and rank 0 may wait for it: its own launcher has not lost anything."""
     script = """
-        import os, sys
+        import os, signal, sys, time
+        import torch
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.tensor([dist.get_rank() + 1])
+        dist.all_reduce(total)
+        assert total == 3
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            if os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(100)
         print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE")))
-        sys.exit(143 if os.environ["RANK"] == "1" else 0)
+        sys.stdout.flush()
+        os._exit(143 if os.environ["RANK"] == "1" else 0)
     """
     endpoint = f"localhost:{free_port()}"
     nodes = []
     for node in ("1", "0"):
         number = {"NODE_RANK": node} if numbered else {}
-        variables = {"NGPU": "1", "NNODES": "2", "RDZV_ENDPOINT": endpoint, "LOG_RANK": "all", "NODE": node}
+        variables = {
+            "NGPU": "1",
+            "NNODES": "2",
+            "RDZV_ENDPOINT": endpoint,
+            "LOG_RANK": "all",
+            "NODE": node,
+            "MAX_RESTARTS": "1",
+        }
         nodes.append(begin(script, **variables, **number))
-    ends = [node.end(60) for node in nodes]
+    ends = [node.end(300) for node in nodes]
     assert sorted(code for code, _, _ in ends) == [0, 143], ends
     first, second = sorted(out.strip().partition("] ")[2].split() for _, out, _ in ends)
     assert (first[:2], second[:2]) == (["0", "2"], ["1", "2"])
@@ -172,7 +196,7 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
         taken.bind(("localhost", 0))
         endpoint = f"localhost:{taken.getsockname()[1]}"
         launched = begin("print('never')", NGPU="1", NNODES="2", RDZV_ENDPOINT=endpoint, NODE_RANK="0")
-        code, _, err = launched.end(60)
+        code, _, err = launched.end()
     assert code == ExitCode.ERROR
     assert f"could not meet at RDZV_ENDPOINT={endpoint}" in err
     assert "Traceback" not in err

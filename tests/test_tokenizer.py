@@ -14,10 +14,12 @@ from components.config import ROOT, ConfigError
 from components.data.tokenizer import (
     SPECIAL_TOKENS,
     JsonTokenizer,
+    TiktokenTokenizer,
     find_tokenizer,
     fingerprint,
     load_tokenizer,
     train_bpe,
+    try_tokenizer,
 )
 
 BUNDLED = "assets/tokenizer"
@@ -176,6 +178,20 @@ def test_a_corrupt_tokenizer_json_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(ConfigError, match=r"tokenizer\.json: not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_file_on_which_the_library_aborts_is_told(tmp_path: Path) -> None:
+    """A prefix of one byte is cut off tokens whose first character has two."""
+    bundled = load_tokenizer(BUNDLED)
+    assert isinstance(bundled, TiktokenTokenizer)
+    made = json.loads(bundled.to_json().to_str())
+    made["model"]["continuing_subword_prefix"] = "\0"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: the tokenizer's library breaks down on it"):
+        try_tokenizer(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"README\.md: not a tiktoken rank file"):
+        try_tokenizer("README.md")
+    assert try_tokenizer(BUNDLED) == bundled.vocab_size
 
 
 def test_a_folder_is_searched_in_one_order(tmp_path: Path, trained: Path) -> None:

@@ -107,7 +107,7 @@ def moments(run: train.Run) -> tuple[list[torch.Tensor], int]:
     tensors = [
         value.to_local() if hasattr(value, "to_local") else value for state in states for value in state.values()
     ]
-    return [tensor.clone() for tensor in tensors], int(run.skipped_steps)
+    return [tensor.clone() for tensor in tensors], int(run.guards.skipped_steps)
 
 
 def run_train(*overrides: str, ranks: int = 2, recipe: Path = RECIPE) -> subprocess.Popen[str]:

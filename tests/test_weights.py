@@ -306,7 +306,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
     assert "no good checkpoint of step 7. Steps there: 2" in refused.stderr
 
     ours = MODELS["llama"][0](MODELS["llama"][1]["debug"])
-    weights.load_weights([ours], first)
+    weights._fill([ours], weights.Folder(first))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(first)
     text = "In the beginning God created the heaven and the earth."
     ids = transformers.AutoTokenizer.from_pretrained(first)(text, return_tensors="pt")["input_ids"]
@@ -319,7 +319,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
 
 def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
     """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
-    plant = partial(rewrite, "components.state.weights", "load_weights", "slice(first, first + size)", "slice(0, size)")
+    plant = partial(rewrite, "components.state.weights", "_fill", "slice(first, first + size)", "slice(0, size)")
     observed = observe(
         *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
     ).first_weights

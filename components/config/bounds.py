@@ -1,12 +1,33 @@
-"""Types of values with bounds; keys.py has the words for them."""
+"""Types of values with bounds; keys.py has the words for them. Whatever is within them can be computed with."""
 
+import os
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
+from pydantic import AfterValidator
 
-Positive = Annotated[int, Ge(1)]
-NonNegative = Annotated[int, Ge(0)]
+LARGEST = 2**31 - 1
+"""Products of two sizes or counts fit into 64 bits."""
+
+
+def usable_path(path: str) -> str:
+    """The path, which need not exist. Raises ValueError if no file could be there, or nobody may look."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except OSError as error:
+        raise ValueError(error.strerror) from None
+    return path
+
+
+Positive = Annotated[int, Ge(1), Le(LARGEST)]
+NonNegative = Annotated[int, Ge(0), Le(LARGEST)]
+Sequences = Annotated[int, Ge(1), Le(2**24)]
+Seconds = Annotated[int, Ge(1), Le(10**9)]
+Seed = Annotated[int, Ge(0), Lt(2**64)]
 PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
+PathName = Annotated[str, MinLen(1), AfterValidator(usable_path)]

@@ -1,6 +1,7 @@
 """Every key of a job file with its type; and the words for a type, a value and a mistake."""
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ class ConfigError(Exception):
     """A user's mistake: shown without a traceback, exit code 2."""
 
     def __init__(self, messages: str | list[str]) -> None:
-        self.messages = [messages] if isinstance(messages, str) else messages
+        self.messages = [short(message, 2000) for message in ([messages] if isinstance(messages, str) else messages)]
         super().__init__("\n".join(self.messages))
 
 
@@ -42,10 +43,25 @@ _BOUNDS = {"ge": "of {} or more", "gt": "above {}", "le": "of {} or less", "lt":
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it."""
+    """A value as TOML writes it, on one line, and cut if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
-    return f'"{value}"' if isinstance(value, str) else "unset" if value is None else str(value)
+    if isinstance(value, str):
+        return short(f'"{value}"' if value.isprintable() else json.dumps(value))
+    try:
+        return "unset" if value is None else short(str(value))
+    except (ValueError, RecursionError):  # Python writes no integer of more than 4,300 digits
+        return "..."
+
+
+def show_key(key: str) -> str:
+    """A key or the name of a table, as it may stand in a message."""
+    return short(key if key.isprintable() else json.dumps(key))
+
+
+def short(text: str, most: int = 200) -> str:
+    """A text that fits into a message."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import typing
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,8 @@ from typing import Any
 import pydantic
 
 from components.config import names
-from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show
+from components.config.bounds import LARGEST, usable_path
+from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show, show_key
 from components.config.read import Given, read_file, read_overrides
 from components.config.tables import OPTIMIZER_KEYS, JobConfig, LRScheduler, Training
 
@@ -39,6 +41,8 @@ def load_config(argv: list[str]) -> JobConfig:
                 values[key], origins[key] = _checked(key, value, setting), setting.origin
         except ConfigError as error:
             mistakes += error.messages
+        if len(mistakes) >= _MOST_MISTAKES:  # each of them is compared with every name
+            raise ConfigError([*mistakes, "and perhaps more"])
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)
@@ -93,13 +97,14 @@ def _unknown(key: str, value: Any) -> str:
         return f"[{key}] is a table, not a key"
     if last in names.FOREIGN:
         hint = f"unknown key; here it is {names.FOREIGN[last]}"
-        return f"{hint}; {value} is {names.FOREIGN_VALUES[str(value)]}" if str(value) in names.FOREIGN_VALUES else hint
+        theirs = names.FOREIGN_VALUES.get(value) if isinstance(value, str) else None
+        return f"{hint}; {value} is {theirs}" if theirs else hint
     # The key of the same name in the nearest table, then the nearest spelling of the whole, then of the last part.
     same = [name for name in NAMES if name.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same or NAMES, 1, 0.0 if same else 0.75)
     if not near and table not in TABLES:
         near_table = difflib.get_close_matches(table, TABLES, 1, 0.6)
-        return f"unknown table [{table}]" + (f"; did you mean [{near_table[0]}]?" if near_table else "")
+        return f"unknown table [{show_key(table)}]" + (f"; did you mean [{near_table[0]}]?" if near_table else "")
     if not near:
         by_last = {name.rpartition(".")[2]: name for name in NAMES}
         near = [by_last[match] for match in difflib.get_close_matches(last, by_last, 1, 0.7)]
@@ -120,10 +125,12 @@ def _checked(key: str, value: Any, setting: Given) -> Any:
     """The value, of the key's type and within its bounds. Raises ConfigError."""
     try:
         return _adapter(key).validate_python(value)
-    except pydantic.ValidationError:
-        raise ConfigError(setting.mistake(f"expected {describe_type(FIELDS[key])}")) from None
+    except pydantic.ValidationError as error:
+        own = (str(each["ctx"]["error"]) for each in error.errors() if each["type"] == "value_error")
+        raise ConfigError(setting.mistake(next(own, f"expected {describe_type(FIELDS[key])}"))) from None
 
 
+_MOST_MISTAKES = 100
 _type_hints = functools.cache(typing.get_type_hints)
 
 
@@ -154,6 +161,12 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield f"training.dataloader.{key}", "needs num_workers of 1 or more"
     if training.global_batch_size != -1 and training.global_batch_size % training.local_batch_size:
         yield "training.global_batch_size", f"not a multiple of training.local_batch_size = {training.local_batch_size}"
+    if "training.skip_spikes_window" in config.origins and not training.skip_spikes_sigma:
+        yield "training.skip_spikes_window", "needs training.skip_spikes_sigma; 6 is usual"
+    for key, table in (("training", training), ("validation", validation)):
+        size, seq_len = table.local_batch_size or training.local_batch_size, table.seq_len or training.seq_len
+        if size * seq_len > LARGEST and (key == "training" or validation.enable):
+            yield f"{key}.seq_len", f"with {key}.local_batch_size = {size}: more than {LARGEST:,} tokens at once"
     if config.parallelism.data_parallel_replicate_degree == config.parallelism.data_parallel_shard_degree == -1:
         reason = "only one of the two data parallel degrees can take what is left; data_parallel_shard_degree is -1 too"
         yield "parallelism.data_parallel_replicate_degree", reason
@@ -192,9 +205,13 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     inside = {"checkpoint.folder": checkpoint.folder, "metrics.save_tb_folder": config.metrics.save_tb_folder}
     inside |= {f"profiling.{name}": getattr(profiling, name) for name in _PROFILES}
     for key, name in inside.items():
-        folder = (dump / name).resolve()
-        if folder == dump.resolve() or not folder.is_relative_to(dump.resolve()):
+        folder, whole = (Path(os.path.realpath(path)) for path in (dump / name, dump))
+        if folder == whole or not folder.is_relative_to(whole):
             yield key, f"must be a folder inside job.dump_folder = {dump}"
+        try:
+            usable_path(str(dump / name))
+        except ValueError as error:
+            yield key, f"{dump / name}: {error}"
 
 
 _PROFILES = ("save_traces_folder", "save_memory_snapshot_folder")

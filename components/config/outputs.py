@@ -3,18 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
-from components.config.bounds import Name, NonNegative, Positive
+from components.config.bounds import LARGEST, NonNegative, PathName, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """The run as a whole."""
 
-    config_file: str | None = None
+    config_file: PathName | None = None
     """TOML job file; relative to the current folder."""
-    dump_folder: Name = "./outputs"
+    dump_folder: PathName = "./outputs"
     """Folder of everything that a run writes; with checkpoints, a second run in the same folder continues the first."""
     description: str = "default job"
     """One line that describes the run, kept in run.json."""
@@ -35,7 +35,7 @@ class Metrics:
     """Colours, if the console is a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
-    save_tb_folder: Name = "tb"
+    save_tb_folder: PathName = "tb"
     """Folder of the TensorBoard events, inside dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases; WANDB_MODE=offline needs no network."""
@@ -47,7 +47,7 @@ class Profiling:
 
     enable_profiling: bool = False
     """Write torch.profiler traces (chrome://tracing, Perfetto)."""
-    save_traces_folder: Name = "profile_traces"
+    save_traces_folder: PathName = "profile_traces"
     """Folder of the traces, inside dump_folder."""
     profile_freq: Positive = 10
     """Steps between two traces."""
@@ -57,7 +57,7 @@ class Profiling:
     """Warm-up steps of the profiler before each trace; their records are discarded."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
-    save_memory_snapshot_folder: Name = "memory_snapshot"
+    save_memory_snapshot_folder: PathName = "memory_snapshot"
     """Folder of the snapshots, inside dump_folder."""
 
 
@@ -67,13 +67,13 @@ class Checkpoint:
 
     enable: bool = False
     """Save checkpoints, and resume from the newest good one at start."""
-    folder: Name = "checkpoint"
+    folder: PathName = "checkpoint"
     """Folder of the checkpoints, inside dump_folder."""
     interval: Positive = 500
     """Steps between two checkpoints; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: training goes on once the tensors are copied to host memory; a thread writes and publishes the copy."""
-    initial_load_path: Name | None = None
+    initial_load_path: PathName | None = None
     """Start from this checkpoint (a step-N folder, or a folder of them) if the run has no checkpoint of its own."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path; optimizer, data and step start anew."""
@@ -87,7 +87,7 @@ class Checkpoint:
     """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10
     """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
-    load_step: Annotated[int, Ge(-1)] = -1
+    load_step: Annotated[int, Ge(-1), Le(LARGEST)] = -1
     """Resume from this step; -1 takes the newest that verifies."""
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
     """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and thus the rate)."""

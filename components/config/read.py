@@ -1,7 +1,10 @@
 """Settings as a person wrote them, each with its place: of a TOML job file, and of `--table.key value` overrides."""
 
 import dataclasses
+import errno
+import os
 import re
+import stat
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import tomli
 
-from components.config.keys import FIELDS, ConfigError, describe_type, show
+from components.config.keys import FIELDS, ConfigError, describe_type, show, show_key
 from components.config.names import RENAMED
 
 
@@ -22,13 +25,29 @@ class Given:
     origin: str
 
     def mistake(self, reason: str) -> str:
-        return f"{self.origin}: {self.key} = {show(self.value)}: {reason}"
+        return f"{self.origin}: {show_key(self.key)} = {show(self.value)}: {reason}"
+
+
+def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
+    """The content of a user's file. Raises OSError also for what is no file (a pipe may never end) or too large."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL, or half of a surrogate pair
+        raise OSError(errno.EINVAL, str(error)) from None
+    with os.fdopen(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = file.read(most_bytes + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes >> 20} MiB", str(path))
+    return content
 
 
 def read_file(path: Path) -> Iterator[Given]:
+    """The settings of a job file. Raises ConfigError if it cannot be read."""
     try:
-        text = path.read_bytes().decode("utf-8")
-        document = tomli.loads(text)
+        text = read_regular(path, _MOST_BYTES).decode("utf-8")
+        settings = list(_flatten(tomli.loads(text)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the job file: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -38,8 +57,12 @@ def read_file(path: Path) -> Iterator[Given]:
         lines = text.splitlines() or [""]
         line, column = place.groups() if place and place[1] else (len(lines), len(lines[-1]) + 1)
         raise ConfigError(f"{path}:{line}:{column}: not TOML: {str(error).partition(' (at')[0]}") from None
+    except ValueError:
+        raise ConfigError(f"{path}: {_LONG_INTEGER}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: tables or lists are nested too deeply") from None
     lines_of = _lines_of_keys(text)
-    for key, value in _flatten(document):
+    for key, value in settings:
         line = lines_of.get(key) or lines_of.get(key.rpartition(".")[0])
         yield Given(key, value, f"{path}:{line}" if line else str(path))
 
@@ -60,8 +83,7 @@ def _lines_of_keys(text: str) -> dict[str, int]:
         if header := re.match(r"\s*\[([^\[\]]+)\]", line):
             table = re.sub(r"[\s\"']", "", header[1])
             lines.setdefault(table, number)
-        elif setting := re.match(r"\s*([\w\-\"'. ]+?)\s*=", line):
-            name = re.sub(r"[\s\"']", "", setting[1])
+        elif "=" in line and re.fullmatch(r"[\w.-]+", name := re.sub(r"[\s\"']", "", line.partition("=")[0])):
             lines.setdefault(f"{table}.{name}" if table else name, number)
     return lines
 
@@ -69,11 +91,13 @@ def _lines_of_keys(text: str) -> dict[str, int]:
 def read_overrides(argv: list[str]) -> Iterator[Given]:
     """`--table.key value`, `--table.key=value`; a flag alone is true, `--table.no_flag` false; - and _ are the same."""
     words = list(argv)
+    if foreign := [word for word in words if not _is_unicode(word)]:
+        raise ConfigError(f"command line: {show_key(foreign[0])}: not UTF-8")
     while words:
         word = words.pop(0)
         option, equals, raw = word.partition("=")
         if not option.startswith("--") or "." not in option:
-            raise ConfigError(f"command line: {word}: expected --table.key value")
+            raise ConfigError(f"command line: {show_key(word)}: expected --table.key value")
         key = option[2:].replace("-", "_")
         if not equals:
             alone = not words or re.match(r"--[a-z]", words[0])
@@ -83,8 +107,13 @@ def read_overrides(argv: list[str]) -> Iterator[Given]:
             if alone and last.startswith("no_") and FIELDS.get(positive) is bool:
                 key, raw = positive, "false"
             elif alone and key in FIELDS and FIELDS[key] is not bool:
-                raise ConfigError(f"command line: {option}: a value is missing: {describe_type(FIELDS[key])}")
+                raise ConfigError(f"command line: {show_key(option)}: a value is missing: {describe_type(FIELDS[key])}")
         yield Given(key, _from_string(key, raw), "command line")
+
+
+def _is_unicode(word: str) -> bool:
+    """Whether no byte of the word was undecodable, which nobody could print or save."""
+    return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _from_string(key: str, raw: str) -> Any:
@@ -95,6 +124,14 @@ def _from_string(key: str, raw: str) -> Any:
         return tomli.loads(f"value = {raw.lower() if raw in ('True', 'False') else raw}")["value"]
     except tomli.TOMLDecodeError:
         return raw
+    except ValueError:
+        raise ConfigError(f"command line: {show_key(key)}: {_LONG_INTEGER}") from None
+    except RecursionError:
+        raise ConfigError(f"command line: {show_key(key)}: lists are nested too deeply") from None
+
+
+_LONG_INTEGER = "an integer has too many digits"
+_MOST_BYTES = 1 << 20
 
 
 def _takes_string(annotation: Any) -> bool:

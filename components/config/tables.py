@@ -10,7 +10,18 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from components.config.bounds import Beta, Fraction, Name, NonNegative, Positive, PositiveFloat
+from components.config.bounds import (
+    Beta,
+    Fraction,
+    Name,
+    NonNegative,
+    PathName,
+    Positive,
+    PositiveFloat,
+    Seconds,
+    Seed,
+    Sequences,
+)
 from components.config.outputs import Checkpoint, Job, Metrics, Profiling
 
 
@@ -24,7 +35,7 @@ class Model:
     """A named size of that model."""
     attention_kernel: Name = "auto"
     """A name of KERNELS in models/attention.py; auto takes the fastest."""
-    hf_assets_path: Name = "assets/tokenizer"
+    hf_assets_path: PathName = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
     """Conversions of the model, by the tables that configure them."""
@@ -94,7 +105,7 @@ class Training:
     dataset: Name = "kjv"
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
     "org/name:config", "org/name:config@revision". Ignored where dataset_path is set."""
-    dataset_path: Name | None = None
+    dataset_path: PathName | None = None
     """Your own data: a .txt, .jsonl or .parquet file, a folder or a glob of them."""
     dataset_streaming: bool = False
     """Tokenize dataset_path (a folder laid out as on the hub) during training instead of before it; sequences then keep
@@ -103,11 +114,11 @@ class Training:
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"
     """A record that cannot be read stops the run, or is skipped and counted."""
-    dataset_cache: Name = ".cache/tokens"
+    dataset_cache: PathName = ".cache/tokens"
     """Folder of the tokenized data, shared by runs; relative to the repository."""
-    local_batch_size: Positive = 8
+    local_batch_size: Sequences = 8
     """Sequences of one accumulation step (one forward and backward) on one rank."""
-    global_batch_size: Literal[-1] | Positive = -1
+    global_batch_size: Literal[-1] | Sequences = -1
     """Sequences of one optimizer step over all ranks; accumulation steps follow from it. -1: one accumulation step,
     so local_batch_size on every rank."""
     seq_len: Positive = 2048
@@ -117,7 +128,13 @@ class Training:
     max_norm: PositiveFloat = 1.0
     """Gradients are clipped to this global norm."""
     max_nonfinite_steps: Positive = 10
-    """Stop after this many consecutive steps without a finite gradient; checked at logged steps."""
+    """Stop, one step later at the latest, after this many steps in a row that were skipped: loss or gradient was not
+    finite, or a spike."""
+    skip_spikes_sigma: Annotated[float, Ge(0)] = 0.0
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last
+    skip_spikes_window steps (usual: 6); 0 for never."""
+    skip_spikes_window: Annotated[int, Ge(4)] = 128
+    """Steps that skip_spikes_sigma compares with; nothing is skipped until half of them are known."""
     steps: Positive = 10000
     """Optimizer steps of the run."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
@@ -167,7 +184,7 @@ class Parallelism:
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
     """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
-    pipeline_parallel_microbatch_size: Positive = 1
+    pipeline_parallel_microbatch_size: Sequences = 1
     """Sequences of one micro-batch, the unit that a stage runs; local_batch_size must be a multiple."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Maximum layers of a stage. If unset, a rank has one stage, or two where the schedule needs several."""
@@ -245,11 +262,11 @@ class Validation:
 
     enable: bool = False
     """Validate; unless validation.dataset_path is set, part of the training data is held out."""
-    dataset_path: Name | None = None
+    dataset_path: PathName | None = None
     """Separate validation data, in any form that training.dataset_path takes."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Fraction of the training data's tokens that is held out, in blocks spread over the text."""
-    local_batch_size: Positive | None = None
+    local_batch_size: Sequences | None = None
     """Sequences of one forward on one rank; training's if unset. Never changes which sequences are validated."""
     seq_len: Positive | None = None
     """Tokens of one sequence; training's if unset."""
@@ -265,9 +282,9 @@ class Comm:
 
     mode: Literal["default", "fake_backend"] = "default"
     """fake_backend: a dry run of one step, for any number of ranks, in one process (docs/dry_run.md)."""
-    init_timeout_seconds: Positive = 300
+    init_timeout_seconds: Seconds = 300
     """Timeout of a collective until the first step is done."""
-    train_timeout_seconds: Positive = 100
+    train_timeout_seconds: Seconds = 100
     """Timeout of a collective after the first step."""
 
 
@@ -275,12 +292,15 @@ class Comm:
 class Debug:
     """Repeatability."""
 
-    seed: NonNegative = 0
+    seed: Seed = 0
     """Seed of the weights at step 0 and of the data order; a different seed is a different run."""
     deterministic: bool = False
     """Deterministic kernels only: the same layout gives the same bits. An op without such a kernel raises."""
     deterministic_warn_only: bool = False
     """With deterministic: an op without a deterministic kernel warns instead."""
+    check_replicas_freq: NonNegative = 0
+    """Steps between two comparisons of the bits that ranks hold alike: weights and moments of replicas, norms of tensor
+    parallel. A rank that differs is named and the run stops before it saves; 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """Text is tokenized once, in parallel, into a memory-mapped cache. Its key: a hash of the content and the tokenizer.
 
 <cache_folder>/<key>/tokens.bin      token ids, uint16 or uint32
+                     blocks.bin      a hash of each 64 KiB of tokens.bin, uint64
                      documents.bin   where each document ends, int64
                      index.json      counts, and what was made from what
 """
@@ -14,11 +15,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from filelock import FileLock
@@ -26,11 +27,12 @@ from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
-from components.data.tokenizer import fingerprint, load_tokenizer
-from components.files import digest, read_json, read_json_if_whole, replace, sync, write_json
+from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
+from components.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters that a worker gets at a time; this also bounds what the tokenizer merges at once
+BLOCK_BYTES = 1 << 16
 _FORMAT = "2"  # part of the key: changes with the way in which text is cut or tokens are stored
 
 Documents = Iterable[tuple[str | BadRecord, Any]]
@@ -48,20 +50,51 @@ class DataSpec:
     cache_folder: Path
 
 
+@dataclass
+class _Index:
+    """What is read of index.json."""
+
+    key: str
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: int
+    tokens: int
+    documents: int
+
+
 class TokenCache:
-    """A finished cache; tokens are read from disk on access. Raises ConfigError if a file has changed its size."""
+    """A finished cache; tokens are read from disk on access. Raises ConfigError if a file has changed its size.
+
+    A block of tokens is verified when this process reads of it first, in caches that have hashes.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = read_json(folder / "index.json")
-        token_size = np.dtype(index["dtype"]).itemsize
-        for name, size in (("tokens.bin", token_size * index["tokens"]), ("documents.bin", 8 * index["documents"])):
+        index = read_json_as(_Index, folder / "index.json")
+        token_size = np.dtype(index.dtype).itemsize
+        for name, size in (("tokens.bin", token_size * index.tokens), ("documents.bin", 8 * index.documents)):
             if (found := (folder / name).stat().st_size) != size:
                 raise ConfigError(f"{folder / name}: {found} bytes, not {size}: remove {folder} to tokenize again")
-        self.key: str = index["key"]
-        self.vocab_size: int = index["vocab_size"]
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=index["dtype"], mode="r")
+        self.key, self.vocab_size = index.key, index.vocab_size
+        self.tokens = np.memmap(folder / "tokens.bin", dtype=index.dtype, mode="r")
         self.document_ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
+        blocks = -(-self.tokens.nbytes // BLOCK_BYTES)
+        file = folder / "blocks.bin"
+        hashes = np.fromfile(file, np.uint64) if file.exists() else np.empty(0, np.uint64)
+        self._hashes = hashes if len(hashes) == blocks else None
+        self._verified = np.zeros(blocks, dtype=bool)
+
+    def verify(self, places: np.ndarray) -> None:
+        """Before tokens (n, S) are read at rising places. Raises ConfigError if a block is not what was written."""
+        if self._hashes is None:
+            return
+        # Half a block apart, so that no block between two of them is missed, even at a part that is held out.
+        size = self.tokens.itemsize
+        seen = np.concatenate([places[:, :: BLOCK_BYTES // size // 2].ravel(), places[:, -1]]) * size // BLOCK_BYTES
+        for number in np.unique(seen[~self._verified[seen]]).tolist():
+            block = self.tokens[number * BLOCK_BYTES // size : (number + 1) * BLOCK_BYTES // size]
+            if block_hash(block) != self._hashes[number]:
+                raise ConfigError(f"{self.folder / 'tokens.bin'}: block {number} is damaged: remove {self.folder}")
+            self._verified[number] = True
 
     def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
         """Another process opens the files itself: pickling a memory map would copy its content."""
@@ -106,6 +139,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
+        try_tokenizer(spec.tokenizer_path)
         _tokenize(spec, files, staging, folder.name, workers)
         if _key(spec, files) != folder.name:
             raise ConfigError(f"training data {spec.path}: changed while it was read")
@@ -118,7 +152,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
 def _key(spec: DataSpec, files: list[Path]) -> str:
     """Hash of the files' contents, in order, and of how_tokenized."""
     key = how_tokenized(spec)
-    for file, content in zip(files, _hashes(spec.cache_folder, files)):
+    for file, content in zip(files, hashes_of(spec.cache_folder, files, _whole)):
         key.update(f"{file.suffix}:{content}\0".encode())
     return key.hexdigest()
 
@@ -129,19 +163,29 @@ def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
     return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
 
 
-def _hashes(cache_folder: Path, files: list[Path]) -> list[str]:
+def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path], str]) -> list[str]:
     """Each file's hash; unchanged files are not read again."""
     memory_file = cache_folder / "hashes.json"
     states = [file.stat() for file in files]
     # A copy may keep size and mtime; ctime cannot be set.
-    names = [f"{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
+    kind = "" if hash_file is _whole else f"{hash_file.__name__}:"
+    names = [f"{kind}{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
     memory = read_json_if_whole(memory_file)
     if not memory.keys() >= set(names):
         with FileLock(cache_folder / ".hashes.lock"):
             memory = read_json_if_whole(memory_file)
-            memory |= {name: digest(file)[1] for name, file in zip(names, files) if name not in memory}
+            memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
             replace(memory_file, json.dumps(memory))
     return [memory[name] for name in names]
+
+
+def _whole(file: Path) -> str:
+    return digest(file)[1]
+
+
+def block_hash(content: np.ndarray) -> int:
+    """A hash of 64 bits."""
+    return int.from_bytes(hashlib.blake2b(content.view(np.uint8).data, digest_size=8).digest(), "little")
 
 
 def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
@@ -162,6 +206,9 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
+    written = np.memmap(folder / "tokens.bin", np.uint8, "r")
+    hashes = [block_hash(written[at : at + BLOCK_BYTES]) for at in range(0, len(written), BLOCK_BYTES)]
+    np.asarray(hashes, dtype=np.uint64).tofile(folder / "blocks.bin")
     (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
     index = {
         "key": key,

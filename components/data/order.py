@@ -26,9 +26,10 @@ def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndar
     return permuted.astype(np.int64)
 
 
-def data_order(data_key: str, config: JobConfig) -> dict[str, Any]:
-    """All that the order of sequences depends on."""
-    return {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+def data_order(data_key: str, content: str | None, config: JobConfig) -> dict[str, Any]:
+    """All that the order of sequences depends on; content: of the files of a stream, whose key does not tell it."""
+    order = {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+    return order | ({"content of the stream's files": content} if content else {})
 
 
 def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_size: int) -> None:
@@ -37,7 +38,9 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
     global_batch_size: as in the job file; -1 if it follows from the layout.
     """
     order = now["data_order"]
-    changed = [f"{key} was {was}, is {order[key]}" for key, was in saved["data_order"].items() if order[key] != was]
+    changed = [
+        f"{key} was {was}, is {order.get(key)}" for key, was in saved["data_order"].items() if order.get(key) != was
+    ]
     size, size_now = saved["global_batch_size"], now["global_batch_size"]
     if global_batch_size == -1 and size != size_now:
         changed.append(f"training.global_batch_size is unset and would be {size_now}; set it to {size}")

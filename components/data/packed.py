@@ -28,6 +28,9 @@ class PackedSequences:
     one sequence.
     """
 
+    content: str | None = None
+    """What the key of a folder's stream does not tell: a hash of its files; of the rest the key tells all."""
+
     def __init__(
         self,
         cache: TokenCache | StreamCache,
@@ -67,6 +70,7 @@ class PackedSequences:
         """
         within = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
         places = self._places(within)
+        self.cache.verify(places)
         tokens = self.cache.tokens[places].astype(np.int64)
         documents = np.searchsorted(self.cache.document_ends, places[:, :-1], side="right")
         joins = np.cumsum(np.diff(places[:, :-1], axis=1, prepend=places[:, :1]) > 1, axis=1)
@@ -97,7 +101,7 @@ class StreamedSequences(PackedSequences):
 
     def __init__(self, cache: StreamCache, seq_len: int) -> None:
         self.cache: StreamCache = cache
-        self.seq_len, self.part, self.key = seq_len, "all", cache.key
+        self.seq_len, self.part, self.key, self.content = seq_len, "all", cache.key, cache.spec.content
 
     def __len__(self) -> int:
         raise TypeError("a stream has no length")

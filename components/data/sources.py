@@ -4,11 +4,12 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
+from components.files import inside
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""
@@ -41,6 +42,7 @@ def find_files(path: str) -> list[Path]:
         found = [given]
     elif given.is_dir():
         found = [file for file in walk(given) if file.suffix in READERS]
+        check_inside(given, found)
     else:
         found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in READERS]
         if not found and not glob.has_magic(str(given)):
@@ -50,6 +52,13 @@ def find_files(path: str) -> list[Path]:
         what = "only empty files" if found else f"no file that ends in {known}"
         raise ConfigError(f"training data {path}: {what}")
     return full
+
+
+def check_inside(folder: Path, files: Iterable[Path]) -> None:
+    """Raises ConfigError if a file of a folder, which a stranger may have made, is a link to outside of the folder."""
+    if away := [file for file in files if not inside(folder, file)]:
+        reason = "which is outside of the folder; name it in training.dataset_path itself, by a glob too, or copy it"
+        raise ConfigError(f"training data {folder}: {away[0]} leads to {os.path.realpath(away[0])}, {reason}")
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:

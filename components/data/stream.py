@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from components.config import ROOT, ConfigError, JobConfig, Training, mistake
-from components.data.cache import DataSpec, data_spec, how_tokenized, token_dtype
+from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
-from components.data.sources import HUB, REGISTERED, BadRecord, walk
-from components.data.tokenizer import load_tokenizer
-from components.files import read_json_if_whole
+from components.data.sources import HUB, REGISTERED, BadRecord, check_inside, walk
+from components.data.tokenizer import load_tokenizer, try_tokenizer
+from components.files import read_json_if_whole, sample
 
 AHEAD_TOKENS = 1 << 24
 """The writer waits when it is this far ahead of what readers have asked for."""
@@ -45,7 +45,9 @@ class StreamSpec(DataSpec):
     revision: str | None
     """A commit of the hub; None for a folder."""
     key: str
-    """Identifies the token sequence."""
+    """Identifies the token sequence; of a folder by names and sizes of its files."""
+    content: str | None
+    """A hash of the files of a folder, which samples the large ones; None for the hub, whose commit says all."""
     vocab_size: int
     folder: Path
     """Folder of the cache."""
@@ -80,17 +82,23 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         path, part, revision = str(Path(base.path).expanduser().absolute()), None, None
         if not Path(path).is_dir():
             raise ConfigError(mistake(config, "training.dataset_path", "not a folder; only folders are streamed"))
-        files = sorted((str(file.relative_to(path)), file.stat()) for file in walk(Path(path)))
+        found = list(walk(Path(path)))
+        check_inside(Path(path), found)
+        files = sorted((str(file.relative_to(path)), file.stat()) for file in found)
         name = hashlib.blake2b(repr([(file, state.st_size) for file, state in files]).encode(), digest_size=12)
         # A copy of the folder has the same data, but gets its own cache.
-        version = str([state.st_mtime_ns for _, state in files])
+        try:
+            content = sampled(base.cache_folder, [Path(path) / file for file, _ in files])
+        except OSError as error:
+            raise ConfigError(mistake(config, "training.dataset_path", str(error))) from None
+        version = str([state.st_mtime_ns for _, state in files]) + content
         data = name.hexdigest()
     else:
         match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
         if not match:
             reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
             raise ConfigError(mistake(config, "training.dataset", reason))
-        path, part, version = match["path"], match["config"], ""
+        path, part, version, content = match["path"], match["config"], "", None
         try:
             revision = dataset_revision(path, match["revision"])
         except ConfigError as error:
@@ -100,12 +108,30 @@ def stream_spec(config: JobConfig) -> StreamSpec:
     key = f"{data}/{how_tokenized(base).hexdigest()}"
     folder = base.cache_folder / f"stream-{hashlib.blake2b((key + version).encode(), digest_size=12).hexdigest()}"
     vocab_size = load_tokenizer(base.tokenizer_path).vocab_size
-    fields = vars(base) | {"path": path, "config": part, "revision": revision, "key": key, "folder": folder}
+    fields = vars(base) | {
+        "path": path,
+        "config": part,
+        "revision": revision,
+        "key": key,
+        "content": content,
+        "folder": folder,
+    }
     return StreamSpec(**fields, vocab_size=vocab_size)
+
+
+def sampled(cache_folder: Path, files: list[Path]) -> str:
+    """A hash of these files' content, in order; unchanged files are not read again, if the cache can be written."""
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        found = hashes_of(cache_folder, files, sample)
+    except OSError:
+        found = [sample(file) for file in files]
+    return hashlib.blake2b("".join(found).encode(), digest_size=12).hexdigest()
 
 
 def check_stream(config: JobConfig) -> None:
     """Raises ConfigError of one line if the first document of the stream cannot be read."""
+    try_tokenizer(config.model.hf_assets_path)
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
     print(f"streaming {name}, tokens in {spec.folder}", flush=True)
@@ -135,6 +161,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
 
     datasets.disable_progress_bars()
     builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
+    _check_builder(builder, spec)
     if builder.name == "text":
         builder.config.sample_by = "document"  # a file is a document, as without streaming
     stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
@@ -152,6 +179,18 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
     except (pyarrow.ArrowException, UnicodeDecodeError, EOFError, datasets.exceptions.DatasetsError) as error:
         reason = f"cannot be read after record {records:,}: {first_line(error.__cause__ or error)}"
         raise ConfigError(f"training data {spec.path}: {reason}") from error
+
+
+def _check_builder(builder: Any, spec: StreamSpec) -> None:
+    """Raises ConfigError for a kind of file that is not read here, or where a folder's README names files elsewhere."""
+    if builder.name not in _KINDS:
+        raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
+    if spec.revision is None:
+        named = [file for files in (builder.config.data_files or {}).values() for file in files]
+        check_inside(Path(spec.path), [Path(str(file).rpartition("::")[2]) for file in named])
+
+
+_KINDS = ("parquet", "json", "text", "csv", "arrow")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
@@ -177,6 +216,9 @@ class StreamCache:
     def __reduce__(self) -> tuple[type["StreamCache"], tuple[StreamSpec]]:
         """Another process maps the files itself, and does not own the writer."""
         return StreamCache, (self.spec,)
+
+    def verify(self, places: np.ndarray) -> None:
+        """A cache that grows has no hashes."""
 
     def reach(self, wanted: int) -> None:
         """Wait until this many tokens exist, or the whole dataset.

@@ -7,15 +7,18 @@ import argparse
 import base64
 import hashlib
 import itertools
-import json
 import os
 import shutil
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError
-from components.files import write_json
+from components.config.keys import short
+from components.files import inside, read_json_as, write_json
+from components.launch.exit_codes import ExitCode
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
 SPLIT_PATTERN = (
@@ -93,6 +96,19 @@ class TiktokenTokenizer:
         return self._encoding.decode(ids)
 
 
+@dataclass
+class _AddedToken:
+    content: str
+
+
+@dataclass
+class _Settings:
+    """What is read of tokenizer_config.json."""
+
+    bos_token: str | _AddedToken | None = None
+    eos_token: str | _AddedToken | None = None
+
+
 class JsonTokenizer:
     """A tokenizer.json; the names of its first and last token come from tokenizer_config.json beside it."""
 
@@ -102,7 +118,7 @@ class JsonTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises no narrower type
-            raise ConfigError(f"{path}: not a tokenizer.json: {error}") from None
+            raise ConfigError(f"{path}: not a tokenizer.json: {short(str(error))}") from None
         self._tokenizer.encode_special_tokens = True
         # Some files ask for truncation and padding: that would lose the rest of a document.
         self._tokenizer.no_truncation()
@@ -110,15 +126,12 @@ class JsonTokenizer:
         # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         settings_file = path.with_name("tokenizer_config.json")
-        try:
-            settings = json.loads(settings_file.read_bytes()) if settings_file.exists() else {}
-        except ValueError as error:
-            raise ConfigError(f"{settings_file}: not JSON: {error}") from None
-        self.bos_id = self._special(settings.get("bos_token"), settings_file)
-        self.eos_id = self._special(settings.get("eos_token"), settings_file)
+        settings = read_json_as(_Settings, settings_file) if settings_file.exists() else _Settings()
+        self.bos_id = self._special(settings.bos_token, settings_file)
+        self.eos_id = self._special(settings.eos_token, settings_file)
 
-    def _special(self, token: str | dict[str, str] | None, settings_file: Path) -> int | None:
-        content = token["content"] if isinstance(token, dict) else token
+    def _special(self, token: "str | _AddedToken | None", settings_file: Path) -> int | None:
+        content = token.content if isinstance(token, _AddedToken) else token
         found = None if content is None else self._tokenizer.token_to_id(content)
         if content is not None and found is None:
             raise ConfigError(f'{settings_file}: names a token "{content}" that the tokenizer does not have')
@@ -140,7 +153,12 @@ def find_tokenizer(path: str) -> Path:
     found = given if given.exists() else ROOT / given
     if found.is_dir():
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
-        found = next((candidate for candidate in candidates if candidate.exists()), found)
+        folder, found = found, next((candidate for candidate in candidates if candidate.exists()), found)
+        for file in (found, folder / "tokenizer_config.json"):
+            if not inside(folder, file):
+                raise ConfigError(
+                    f"model.hf_assets_path: {file} leads out of its folder: give the path that it leads to"
+                )
     if not found.is_file():
         raise ConfigError(
             f"model.hf_assets_path: no tokenizer at {path}: give a tiktoken rank file or a tokenizer.json, or the "
@@ -153,6 +171,29 @@ def load_tokenizer(path: str) -> Tokenizer:
     """The tokenizer at a path, as find_tokenizer finds it. Raises ConfigError."""
     file = find_tokenizer(path)
     return JsonTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+
+
+def try_tokenizer(path: str) -> int:
+    """The size of the vocabulary, found by a process of its own: on some files the library aborts its process.
+
+    Raises ConfigError.
+    """
+    file = find_tokenizer(path)
+    command = [sys.executable, "-P", "-m", "components.data.tokenizer", "try", "--input", str(file.absolute())]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
+    if done.returncode == ExitCode.CONFIG:
+        raise ConfigError(done.stderr.strip())
+    if done.returncode:
+        raise ConfigError(f"{file}: the tokenizer's library breaks down on it (exit code {done.returncode})")
+    return int(done.stdout)
+
+
+def _try(file: str) -> None:
+    """In the process of try_tokenizer."""
+    tokenizer = load_tokenizer(file)
+    tokenizer.decode(tokenizer.encode("In the beginning, naïve 日本 <|eot_id|>\n"))
+    print(tokenizer.vocab_size)
 
 
 def fingerprint(path: str) -> str:
@@ -241,15 +282,24 @@ def _bytes_of_characters() -> dict[str, int]:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m components.data.tokenizer")
-    command = parser.add_subparsers(required=True).add_parser("train", help="train a byte-level BPE on text files")
+    commands = parser.add_subparsers(dest="command", required=True)
+    command = commands.add_parser("train", help="train a byte-level BPE on text files")
     command.add_argument("--input", type=Path, required=True, help="a text file, or a folder of .txt files")
     command.add_argument("--vocab-size", type=int, required=True, help="entries, with the 256 special tokens")
     command.add_argument("--output", type=Path, required=True, help="the rank file to write")
+    trying = commands.add_parser("try", help="load a tokenizer, and print the size of its vocabulary")
+    trying.add_argument("--input", required=True, help="its file")
     arguments = parser.parse_args(argv)
+    if arguments.command == "try":
+        return _try(arguments.input)
     files = sorted(arguments.input.rglob("*.txt")) if arguments.input.is_dir() else [arguments.input]
     train_bpe(files, arguments.vocab_size, arguments.output)
-    print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")
+    return print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        sys.exit(ExitCode.CONFIG)

@@ -1,5 +1,6 @@
 """How a rank ends: with a documented exit code, and without the interpreter's own tear-down."""
 
+import contextlib
 import faulthandler
 import os
 import sys
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from components.config import ConfigError
 from components.launch.exit_codes import ExitCode
+from components.launch.orphan import outlive_readers, rank_log
 
 
 def leave(code: int) -> NoReturn:
@@ -34,6 +36,7 @@ def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
     A process that crashes (segmentation fault, abort of glibc) prints the stacks of its threads.
     """
     faulthandler.enable()
+    outlive_readers()
     try:
         code = main(argv)
     except SystemExit as error:
@@ -42,15 +45,26 @@ def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
         print(error, file=sys.stderr)
         code = ExitCode.CONFIG
     except Exception as error:
-        traceback.print_exc()
-        code = ExitCode.ERROR
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            print(_OUT_OF_MEMORY, file=sys.stderr)
-            code = ExitCode.OUT_OF_MEMORY
-        elif isinstance(error, dist.DistError) or "gloo" in str(error):
-            print("another rank is gone, or did not answer in time (see [comm])", file=sys.stderr)
-            code = ExitCode.LOST_RANK
+        code = _report(error)
     leave(code)
+
+
+def _report(error: Exception) -> ExitCode:
+    """Say what happened. The traceback of a lost process goes to the rank's log only, where there is one."""
+    lost = ""
+    if "DataLoader worker" in str(error):  # raised by torch anywhere in the main thread, or by our loader
+        lost = f"rank {os.environ.get('RANK', '0')}: a DataLoader worker is gone: killed, or out of memory"
+    elif isinstance(error, dist.DistError) or "gloo" in str(error):
+        lost = "another rank is gone, or did not answer in time (see [comm])"
+    log = rank_log() if lost else None
+    with open(log, "a") if log else contextlib.nullcontext(sys.stderr) as output:
+        traceback.print_exc(file=output)
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        print(_OUT_OF_MEMORY, file=sys.stderr)
+        return ExitCode.OUT_OF_MEMORY
+    if lost:
+        print(lost, file=sys.stderr)
+    return ExitCode.LOST_RANK if lost else ExitCode.ERROR
 
 
 _OUT_OF_MEMORY = """Out of memory. Three keys to try:

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Documented in the README; a stop by signal N exits with 128 + N after saving."""
+    """Documented in the README; a stop by signal N exits with 128 + N, if the run was saved or saves nothing."""
 
     DONE = 0
     ERROR = 1
@@ -15,4 +15,8 @@ class ExitCode(IntEnum):
     """Loss or gradient was not finite for training.max_nonfinite_steps steps in a row."""
     OUT_OF_MEMORY = 4
     LOST_RANK = 5
-    """A rank was killed, or a collective timed out."""
+    """A rank or its loader worker was killed, or a collective timed out."""
+    UNSAVED = 6
+    """Stopped by a signal before the run was saved: a second signal, or too little time."""
+    CORRUPT = 7
+    """Ranks that should hold the same bits of weights or moments do not."""

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from components.launch.orphan import variables
+
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -20,8 +22,16 @@ class RankProcess:
     """A process in its own session, so that a terminal's Ctrl-C reaches it only through the launcher."""
 
     def __init__(
-        self, number: int, command: list[str], environment: dict[str, str], log: Path, prefix: bytes | None
+        self,
+        number: int,
+        command: list[str],
+        environment: dict[str, str],
+        log: Path,
+        prefix: bytes | None,
+        pipe: int,
+        grace_seconds: float,
     ) -> None:
+        """pipe: what the rank reads the launcher's end from, and has grace_seconds then."""
         self.number = number
         self.log = log
         self.shown = prefix is not None
@@ -32,7 +42,8 @@ class RankProcess:
         """Whether the launcher killed it."""
         self.process = subprocess.Popen(
             command,
-            env=environment,
+            env=environment | variables(pipe, str(log), grace_seconds),
+            pass_fds=[pipe],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

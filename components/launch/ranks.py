@@ -1,15 +1,12 @@
 """Starts the ranks of this node, shows and logs their output, passes signals on, and reports how they ended.
 
-torchrun's agent (torch.distributed.elastic) lets nodes meet, numbers the ranks and restarts them. Its four abstract
-methods are implemented here, because torchrun's local agent kills a rank that is still saving 30 seconds after another
-rank ended, signals loader workers too, dies of SIGUSR1, breaks progress bars into lines, and always exits with 1.
+agent.py starts them again; process.py is one of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import signal
 import sys
@@ -19,27 +16,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.rendezvous import RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
+from components.launch.agent import run_agent
 from components.launch.exit_codes import ExitCode
 from components.launch.process import RankProcess, last_lines, say
-from components.launch.signals import STOP_SIGNALS
+from components.launch.signals import SAME_STOP_SECONDS, STOP_SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from components.launch.settings import Settings
 
 _FAILURE_GRACE_SECONDS = 3.0
 """Time for ranks to report and end after one has failed: peers of a dead rank may wait for it forever."""
-_SAME_CTRL_C_SECONDS = 1.0
-"""One Ctrl-C may bring two SIGINTs: from the terminal, and from the program that runs the launcher."""
 
 
 def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
@@ -55,100 +41,12 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
         signal.signal(number, ranks.on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
         signal.signal(signal.SIGHUP, ranks.on_signal)
-    thread = threading.Thread(target=_run_agent, args=(ranks, settings), daemon=True)
+    thread = threading.Thread(target=run_agent, args=(ranks, settings), daemon=True)
     thread.start()
     # Only this thread runs signal handlers, but the kernel may deliver a signal to another thread without waking it.
     while thread.is_alive():
         thread.join(0.1)
     return ranks.report()
-
-
-def _run_agent(ranks: Ranks, settings: Settings) -> None:
-    static = settings.node_rank is not None and settings.nodes > 1
-    try:
-        handler = get_rendezvous_handler(
-            RendezvousParameters(
-                backend="static" if static else "c10d",
-                endpoint=settings.endpoint or "localhost:0",
-                run_id="meshwright",
-                min_nodes=settings.nodes,
-                max_nodes=settings.nodes,
-                local_addr=None if settings.endpoint else "localhost",
-                **({"rank": settings.node_rank} if static else {}),
-            )
-        )
-        spec = WorkerSpec(
-            role="trainer",
-            local_world_size=settings.ranks,
-            rdzv_handler=handler,
-            entrypoint=ranks.command[0],
-            args=tuple(ranks.command[1:]),
-            max_restarts=settings.restarts,
-            local_addr=None if settings.endpoint else "localhost",
-        )
-        try:
-            _Agent(spec, ranks).run()
-        finally:
-            handler.shutdown()
-    except Exception as error:
-        ranks.kill()
-        ranks.error = error
-
-
-class _Agent(SimpleElasticAgent):
-    """torchrun's agent, with ranks that Ranks starts and watches."""
-
-    def __init__(self, spec: WorkerSpec, ranks: Ranks) -> None:
-        super().__init__(spec)
-        self._ranks = ranks
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks with the variables that torchrun documents."""
-        spec = worker_group.spec
-        shared = {
-            "MASTER_ADDR": worker_group.master_addr,
-            "MASTER_PORT": worker_group.master_port,
-            "LOCAL_WORLD_SIZE": spec.local_world_size,
-            "GROUP_RANK": worker_group.group_rank,
-            "GROUP_WORLD_SIZE": worker_group.group_world_size,
-            "ROLE_NAME": spec.role,
-            "TORCHELASTIC_RESTART_COUNT": spec.max_restarts - self._remaining_restarts,
-            "TORCHELASTIC_MAX_RESTARTS": spec.max_restarts,
-            "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
-        }
-        variables = {
-            worker.global_rank: {
-                **shared,
-                "RANK": worker.global_rank,
-                "LOCAL_RANK": worker.local_rank,
-                "WORLD_SIZE": worker.world_size,
-                "ROLE_RANK": worker.role_rank,
-                "ROLE_WORLD_SIZE": worker.role_world_size,
-            }
-            for worker in worker_group.workers
-        }
-        pids = self._ranks.start(variables)
-        return {worker.local_rank: pids[worker.global_rank] for worker in worker_group.workers}
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        if self._ranks.running():
-            return RunResult(state=WorkerState.HEALTHY)
-        if self._ranks.failed():
-            if not self._ranks.worth_restarting():
-                self._remaining_restarts = 0
-            elif self._remaining_restarts:
-                self._ranks.report_failure("starting all ranks again")
-            return RunResult(state=WorkerState.FAILED)
-        return RunResult(
-            state=WorkerState.SUCCEEDED, return_values={worker.global_rank: None for worker in worker_group.workers}
-        )
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._ranks.kill()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self._ranks.kill()
 
 
 class Ranks:
@@ -161,12 +59,10 @@ class Ranks:
         self._settings = settings
         self._logs = logs
         self._ranks: list[RankProcess] = []
-        self._started = False
-        self._stop: signal.Signals | None = None
-        """The signal that the ranks were sent."""
-        self._stop_time = math.inf
-        self._at_once: signal.Signals | None = None
-        """The signal that asked to stop without saving."""
+        self.meeting = True
+        """Whether there are no ranks: the agent waits for other nodes, at the start or after a failure."""
+        self._request = StopRequest()
+        self._pipe, _ = os.pipe()  # the other end is this process's alone, and closed when it ends
 
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
         """Start a rank for each entry with its environment variables; returns process ids."""
@@ -177,20 +73,21 @@ class Ranks:
             **os.environ,
             "PYTHONUNBUFFERED": "1",
         }
-        self._started = True
-        self._ranks = []
+        self._ranks, self.meeting = [], False
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
             log = self._logs / f"rank_{number}.log"
-            self._ranks.append(RankProcess(number, self.command, rank_environment, log, self._prefix(number)))
-        if self._stop:  # the signal came while ranks were started
-            self._signal(self._stop)
+            grace = self._settings.shutdown_seconds
+            rank = RankProcess(number, self.command, rank_environment, log, self._prefix(number), self._pipe, grace)
+            self._ranks.append(rank)
+        if self._request.number:  # the signal came while ranks were started
+            self._pass_on()
         return {rank.number: rank.process.pid for rank in self._ranks}
 
     def running(self) -> bool:
         """Whether any rank is alive. Ranks past their deadline are killed."""
         alive = [rank for rank in self._ranks if rank.code is None]
-        deadlines = [self._stop_time + self._settings.shutdown_seconds]
+        deadlines = [self._request.time + self._settings.shutdown_seconds]
         for rank in self._ranks:
             if rank.code:
                 grace = self._settings.shutdown_seconds if self._orderly(rank) else _FAILURE_GRACE_SECONDS
@@ -205,7 +102,7 @@ class Ranks:
 
     def worth_restarting(self) -> bool:
         """False after a requested stop, and where the same failure would come again."""
-        return not self._stop and not self._at_once and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
+        return not self._request.number and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
 
     def kill(self) -> None:
         """End ranks that are still running; after a failure also loader workers and writers of ended ranks."""
@@ -214,36 +111,37 @@ class Ranks:
                 rank.kill()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; a second Ctrl-C, or SIGQUIT, ends them at once."""
-        got = signal.Signals(number)
-        if not self._started:
-            os._exit(128 + got)  # nothing to save, and the agent may be inside an uninterruptible call
-        now = time.monotonic()
-        again = self._stop is not None and got is signal.SIGINT and now - self._stop_time > _SAME_CTRL_C_SECONDS
-        if again or got is signal.SIGQUIT:
-            self._at_once = got
+        """Ask the ranks to save and stop; end them at once where signals.py says so."""
+        name = signal.Signals(number).name
+        if self.meeting:
+            say(f"{name} while there are no ranks: nothing to save")
+            os._exit(128 + number)  # the agent may be inside an uninterruptible call
+        first = self._request.receive(signal.SIGTERM if number == signal.SIGHUP else number)
+        if self._request.at_once:
             for rank in self._ranks:
                 rank.kill()
-        elif self._stop is None:
-            self._stop = signal.SIGTERM if got is signal.SIGHUP else got
-            self._stop_time = now
-            self._signal(self._stop)
-            hint = "; Ctrl-C again stops at once" if got is signal.SIGINT else ""
-            say(f"{got.name}: the ranks save and stop{hint}")
+        elif first:
+            self._pass_on()
+            hint = f"; Ctrl-C after {SAME_STOP_SECONDS:.0f} seconds stops at once" if number == signal.SIGINT else ""
+            say(f"{name}: the ranks save and stop{hint}")
 
     def report(self) -> int:
         """Print what went wrong, if anything, and return the exit code."""
         for rank in self._ranks:
             rank.finish_output()
-        if self._at_once:
-            say(f"{self._at_once.name}: stopped at once, without saving")
-        elif self.error:
+        if self._request.at_once and self._code() == ExitCode.UNSAVED:
+            say("stopped at once, without saving")
+        elif self._own_failures():
+            self.report_failure()
+        if self.error:
             reason = self.error.__cause__ or self.error
             place = f" at RDZV_ENDPOINT={self._settings.endpoint}" if self._settings.endpoint else ""
             say(f"the ranks of {self._settings.nodes} nodes could not meet{place}: {reason}")
-        elif self.failed():
-            self.report_failure()
         return self._code()
+
+    def _own_failures(self) -> list[RankProcess]:
+        """Ranks that failed, unless it was the agent's failure that ended them."""
+        return [rank for rank in self.failed() if not (self.error and rank.killed)]
 
     def report_failure(self, then: str = "") -> None:
         """Name the rank that failed first and its log; quote the log if the console did not show that rank."""
@@ -258,7 +156,7 @@ class Ranks:
         else:
             how = f"ended with exit code {cause.code}"
         if not cause.shown:
-            for line in last_lines(cause.log, 12):
+            for line in last_lines(cause.log, 1 if cause.code == ExitCode.LOST_RANK else 12):
                 say(f"  {line}")
         say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
@@ -266,13 +164,13 @@ class Ranks:
             say(f"rank{plural} {', '.join(map(str, others))} did not end after that: killed")
 
     def _code(self) -> int:
-        if self._at_once:
-            return 128 + self._at_once
+        if self._own_failures():
+            cause = self._cause()
+            if cause.killed and self._request.number:
+                return ExitCode.UNSAVED
+            return cause.code if cause.code is not None and cause.code > 0 else ExitCode.LOST_RANK
         if self.error:
             return ExitCode.ERROR
-        if self.failed():
-            code = self._cause().code
-            return code if code is not None and code > 0 else ExitCode.LOST_RANK
         stopped = [rank.code for rank in self._ranks if rank.code]
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
@@ -284,13 +182,13 @@ class Ranks:
     def _orderly(self, rank: RankProcess) -> bool:
         """Whether the rank ended by a stop signal: after saving, or directly if there was nothing to save."""
         by_signal = [128 + number for number in STOP_SIGNALS]
-        return rank.code in by_signal or (self._stop is not None and rank.code == -self._stop)
+        return rank.code in by_signal or (self._request.number != 0 and rank.code == -self._request.number)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def _pass_on(self) -> None:
         """Signal the ranks alone: loader workers must live until their ranks have saved."""
         for rank in self._ranks:
             with contextlib.suppress(OSError):
-                rank.process.send_signal(number)
+                rank.process.send_signal(self._request.number)
 
     def _prefix(self, number: int) -> bytes | None:
         """The prefix of each line on the console; None keeps the rank off the console."""

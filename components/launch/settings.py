@@ -57,11 +57,6 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
     if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
-    restarts = integer("MAX_RESTARTS", 0, 0)
-    if restarts and nodes > 1:
-        # Each node counts its own restarts, and nodes with different counts would wait for each other.
-        reason = "with several nodes expected 0; let the cluster start them again: they continue from a checkpoint"
-        mistakes.append(wrong(environment, "MAX_RESTARTS", reason))
     shown, text = None, environment.get("LOG_RANK", "") or "0"
     if text != "all":
         try:
@@ -77,7 +72,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         node_rank=node_rank,
         endpoint=endpoint,
         shown=shown,
-        restarts=restarts,
+        restarts=integer("MAX_RESTARTS", 0, 0),
         shutdown_seconds=integer("SHUTDOWN_TIMEOUT_SECONDS", 300, 0),
     )
     if mistakes:

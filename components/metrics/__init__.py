@@ -51,6 +51,7 @@ class Metrics:
         self.rows = self.folder / "metrics.jsonl"
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.last_tokens = self.first_step = 0
+        self.torn = self.told = False
         if rank == 0:
             self._write_run(layout)
 
@@ -132,10 +133,16 @@ class Metrics:
 
     def _write(self, row: dict[str, Any]) -> None:
         row = _without_nan(row)
-        with self.rows.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        for write, _ in self.writers:
-            write(_flat(row))
+        try:
+            with self.rows.open("a") as file:
+                file.write("\n" * self.torn + json.dumps(row) + "\n")  # after what is left of a row that was lost
+            self.torn = False
+            for write, _ in self.writers:
+                write(_flat(row))
+        except OSError as error:  # a disk that is full: the run is worth more than its rows
+            if not self.told:
+                print(f"step {row['step']}: rows are lost: {self.rows}: {error.strerror}", file=sys.stderr, flush=True)
+            self.torn = self.told = True
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import jinja2
 
+from components.files import read_json_if_whole
+
 Points = tuple[Sequence[float], Sequence[float | None]]
 """x and y; a y of None is a gap."""
 
@@ -134,13 +136,15 @@ def _as_address(panel: Picture) -> str:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, without a last line that a kill has cut short."""
+    """The rows of a metrics.jsonl, without lines that a kill has cut short or a bad disk has changed."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
     return rows
 
 
@@ -215,15 +219,14 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
 
 def about_cells(about: dict[str, Any]) -> list[str]:
     """Layout, ranks, device, torch and git revision of a run.json, as strings."""
-    git = about.get("git") or {}
-    revision = (git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
-    versions = about.get("versions") or {}
+    git, versions = (found if isinstance(found := about.get(key), dict) else {} for key in ("git", "versions"))
+    revision = str(git.get("revision") or "")[:10] + ("+" if git.get("dirty") else "")
     layout, ranks, device = (str(about.get(key, "")) for key in ("layout", "ranks", "device"))
     return [layout, ranks, device, str(versions.get("torch", "")), revision]
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "run.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json_if_whole(folder / "run.json")
+    except OSError:
         return {}

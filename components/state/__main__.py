@@ -1,32 +1,62 @@
-"""A run's saved weights, as a folder that transformers loads."""
+"""What a run has saved: a list, whether it is whole, how two differ, and weights as a folder for transformers."""
 
 import argparse
 import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from components.config import ConfigError
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.state.folder import find_checkpoint
+from components.state.show import diff, ls, open_checkpoint, verify
 from components.state.weights import export
 from models import meta_model
 from parallelize.groups import init_distributed
 
 
 def main(argv: list[str]) -> int:
-    """The command line; returns an exit code. Raises ConfigError."""
+    """The command line; returns an exit code: 1 where verify finds a fault or diff a difference. Raises ConfigError."""
+    options = _parser().parse_args(argv)
+    if options.command == "export" and options.folder.exists():
+        raise ConfigError(f"{options.folder}: is there already")
+    if not dist.is_initialized():
+        init_distributed(300)
+    if options.command == "export":
+        return _export(options)
+    lines, good = [], True
+    if options.command == "ls":
+        lines = [*ls(options.run)]
+    elif options.command == "verify":
+        lines, good = verify(options.run, options.step)
+    else:
+        lines, good = diff(open_checkpoint(options.run), open_checkpoint(options.other))
+    print(*lines, sep="\n")
+    return ExitCode.DONE if good else ExitCode.ERROR
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m components.state", description=__doc__)
-    command = parser.add_subparsers(required=True).add_parser("export", help="a run's checkpoint for Hugging Face")
+    commands = parser.add_subparsers(required=True, dest="command")
+    command = commands.add_parser("export", help="a run's checkpoint for Hugging Face")
     command.add_argument("run", type=Path, help="a run's dump_folder")
     command.add_argument("folder", type=Path, help="folder to write; must not exist")
     command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
     command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
-    options = parser.parse_args(argv)
-    if options.folder.exists():
-        raise ConfigError(f"{options.folder}: is there already")
-    init_distributed(300)
+    command = commands.add_parser("ls", help="steps, sizes, when, how many ranks wrote, which branch")
+    command.add_argument("run", type=Path, help="a run's dump_folder, or a folder of checkpoints")
+    command = commands.add_parser("verify", help="compare every file with the size and hash in the manifest")
+    command.add_argument("run", type=Path, help="a run's dump_folder, or a folder of checkpoints")
+    command.add_argument("--step", type=int, help="only this step")
+    command = commands.add_parser("diff", help="tensors in which two checkpoints differ")
+    command.add_argument("run", type=Path, help="a run's dump_folder (its newest good checkpoint), or a step-N folder")
+    command.add_argument("other", type=Path, help="likewise")
+    return parser
+
+
+def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
     model = meta_model(config["model"]["name"], config["model"]["flavor"])
     export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))

@@ -11,11 +11,11 @@ publish anything after a restart. Loading executes no pickle: torch's .metadata,
 that knows only the classes of a checkpoint's table of contents.
 """
 
-import pickle
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -25,14 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
-from components.files import digest, read_json, sync, write_json
+from components.files import digest, sync, write_json
 from components.launch.signals import Agreement
-from components.state.folder import Reader, fault, incomplete, steps_in
-from parallelize.groups import cpu_backend, gather
+from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
+from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
+from components.state.tensors import load_tensors
+from components.state.together import read_together, say, together
+from components.state.torchtitan import is_foreign, load_torchtitan
+from parallelize.groups import cpu_backend
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
@@ -53,16 +56,22 @@ class Checkpointer:
         self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)
+        self.branch = Branch()
+        self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
+        """Parts that this start does not load: none of exclude_from_loading where that has been done before."""
 
-    def save(self, step: int, state: dict[str, Any], model_only: bool = False) -> None:
+    def save(self, step: int, state: dict[str, Any], model_only: bool = False, prune: bool = True) -> None:
         """Write step-<step>, publish it, and remove checkpoints beyond keep_latest_k.
 
-        With async_mode = "async" this waits only for the previous save and for a copy of the tensors. Raises OSError on
-        every rank if any rank cannot write; older checkpoints are untouched.
+        prune=False, for while steps are being skipped, removes none, and marks this one as in doubt: when saves prune
+        again, those in doubt are not counted among keep_latest_k. With async_mode = "async" this waits only for the
+        previous save and for a copy of the tensors. Raises OSError on every rank if any rank cannot write; older
+        checkpoints are untouched.
         """
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
-        state = {**state, "step": step, "model_only": model_only}
+        lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
+        state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
             self._save(tensors, state)
         else:
@@ -82,28 +91,20 @@ class Checkpointer:
         if self._all_done(self._pending.done()):
             self.wait()
 
-    def load(self, step: int = -1) -> dict[str, Any] | None:
-        """Resume from the newest checkpoint that verifies, or from the given step; returns its state, None without one.
+    def load(self) -> dict[str, Any] | None:
+        """Resume from the checkpoint that choose finds, and return its state; None if the run starts from elsewhere.
 
-        Raises ConfigError if the given step is missing or does not verify, or if the tensors do not fit the model.
+        Raises ConfigError as choose does, or if the tensors do not fit the model.
         """
-        # Only the first rank lists the folders, since it renames some at the same time.
-        steps = self._together(self._tidy, first_only=True)[0]
-        if step != -1:
-            folder = self.folder / f"step-{step}"
-            if reason := fault(folder) or incomplete(folder):
-                there = ", ".join(str(number) for number, _ in steps) or "none"
-                raise ConfigError(f"checkpoint.load_step = {step}: {folder}: {reason}. Steps there: {there}")
-            return self.load_folder(folder)
-        for _, folder in reversed(steps):
-            corrupt = fault(folder)
-            reason = corrupt or incomplete(folder)
-            if reason is None:
-                return self.load_folder(folder)
-            _say(f"checkpoint {folder} passed over: {reason}")
-            if corrupt:
-                self._together(partial(_quarantine, folder), first_only=True)
-        return None
+        read_together(self._tidy, first_only=True)
+        choice = choose(self.folder, self.config)
+        for line in choice.said:
+            say(line)
+        self.branch, self.excluded = choice.branch, choice.excluded
+        state = self.load_folder(choice.base) if choice.base else None
+        if not self.config.load_only:
+            self._together(partial(_settle, choice), first_only=True)
+        return state
 
     def load_initial(self) -> dict[str, Any] | None:
         """Start from checkpoint.initial_load_path; returns its state, or None if only the weights are taken.
@@ -111,28 +112,32 @@ class Checkpointer:
         Raises ConfigError if nothing there verifies, or if the tensors do not fit the model.
         """
         path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
-        steps = self._together(lambda: steps_in(path), first_only=True)[0]
-        reasons = [] if steps else [f"{path}: no step-N folder in it"]
-        for folder in [folder for _, folder in reversed(steps)] or [path]:
-            reason = fault(folder) or (None if model_only else incomplete(folder))
+        there = read_together(lambda: saved_in(path) or [Saved(0, path, peek(path))], first_only=True)[0]
+        reasons = [] if there[0].folder != path else [f"{path}: no step-N folder in it"]
+        for saved in reversed(there):
+            if model_only and is_foreign(saved):
+                load_torchtitan(self.stages, saved.folder)
+                return None
+            reason = fault(saved.folder) or (None if model_only else unusable(saved))
             if reason is None:
-                state = self.load_folder(folder, model_only)
+                state = self.load_folder(saved, model_only)
                 return None if model_only else state
-            reasons.append(f"{folder}: {reason}")
-            _say(f"checkpoint {folder} passed over: {reason}")
+            reasons.append(f"{saved.folder}: {reason}")
+            say(f"checkpoint {saved.folder} passed over: {reason}")
         raise ConfigError(f"checkpoint.initial_load_path: {'; '.join(reasons)}")
 
-    def load_folder(self, folder: Path, model_only: bool = False) -> dict[str, Any]:
+    def load_folder(self, saved: Saved, model_only: bool = False) -> dict[str, Any]:
         """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state."""
-        with_optimizer = not (model_only or "optimizer" in self.config.exclude_from_loading)
+        check_state(saved)
+        with_optimizer = not (model_only or "optimizer" in self.excluded)
         if with_optimizer:
             _allocate_state(self.optimizer)
         tensors = self._tensors(with_optimizer)
-        load_tensors(tensors, folder, self._group)
+        load_tensors(tensors, saved.folder, self._group)
         for name, state, key in self._kept() if with_optimizer else ():
             if not isinstance(state[key], Tensor):
                 state[key] = type(state[key])(tensors[name].item())
-        return read_json(folder / "state.json")
+        return saved.state or {}
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         """The saved tensors by layout-free names; loading writes into the same tensors."""
@@ -197,90 +202,54 @@ class Checkpointer:
             target.rename(replaced)
         staging.rename(target)
         sync(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        self._prune(target)
+        try:
+            self._clean_up(target, prune=not state["in_doubt"])
+        except (OSError, ConfigError) as error:
+            say(f"{target} is saved; nothing older was put aside or pruned, since it cannot be read: {error}")
 
-    def _prune(self, saved: Path) -> None:
-        """Keep the checkpoint just saved and the newest other complete ones; foreign or torn folders are left alone."""
-        if self.config.keep_latest_k:
-            steps = [folder for _, folder in steps_in(self.folder) if folder != saved]
-            whole = [folder for folder in steps if fault(folder, hashes=False) is None]
-            for folder in whole[: max(0, len(whole) + 1 - self.config.keep_latest_k)]:
+    def _clean_up(self, just_saved: Path, prune: bool) -> None:
+        """Put aside what older branches have beyond this one's beginning, and prune."""
+        self._tidy()
+        for saved in beyond(self.branch, saved_in(self.folder)):
+            put_aside(saved.folder, f"{ABANDONED}{saved.folder.name}")
+        if prune and self.config.keep_latest_k:
+            self._prune(just_saved)
+
+    def _prune(self, just_saved: Path) -> None:
+        """Keep the checkpoint just saved and the newest other good ones; foreign or torn folders are left alone."""
+        others = [saved for saved in saved_in(self.folder) if saved.folder != just_saved]
+        whole = [saved for saved in others if fault(saved.folder, hashes=False) is None]
+        good = sorted(saved.step for saved in whole if not (saved.state or {}).get("in_doubt"))
+        kept = good[max(0, len(good) + 1 - self.config.keep_latest_k) :]
+        for saved in whole:
+            if saved.step not in kept:
                 # Renamed first: a half removed folder would look like a torn checkpoint.
-                shutil.rmtree(folder.rename(self.folder / f"{STAGING}{folder.name}"), ignore_errors=True)
+                shutil.rmtree(saved.folder.rename(self.folder / f"{STAGING}{saved.folder.name}"), ignore_errors=True)
 
-    def _tidy(self) -> list[tuple[int, Path]]:
-        """Remove the rest of a killed save, restore the folder that it was replacing, and list the checkpoints."""
-        for path in self.folder.glob(f"{STAGING}*"):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in self.folder.glob(f"{REPLACED}*"):
-            target = self.folder / path.name.removeprefix(REPLACED)
-            if target.exists():
+    def _tidy(self) -> None:
+        """Remove the rest of a killed save and what it had replaced; restore that where nothing has its name.
+
+        What belongs to another branch than its replacement is not removed, but put aside.
+        """
+        names = names_in(self.folder)
+        for name in [name for name in names if name.startswith(STAGING)]:
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        for name in [name for name in names if name.startswith(REPLACED)]:
+            path, target = self.folder / name, self.folder / name.removeprefix(REPLACED)
+            if target.name not in names:
+                path.rename(target)
+            elif Saved(0, path, peek(path)).branch.number == Saved(0, target, peek(target)).branch.number:
                 shutil.rmtree(path, ignore_errors=True)
             else:
-                path.rename(target)
-        return steps_in(self.folder)
+                put_aside(path, f"{ABANDONED}{target.name}")
 
 
-def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
-    """Run action on every rank, or on the first alone; returns all ranks' results to every rank.
-
-    Raises OSError on every rank if action fails on any rank, so that none waits for the others.
-    """
-    value, error = None, None
-    if dist.get_rank() == 0 or not first_only:
-        try:
-            value = action()
-        except (Exception, dcp.CheckpointException) as failure:
-            own = _failures(failure).get(dist.get_rank())
-            error = _cause(own) if own else None
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (value, error), group=group)
-    if errors := [f"rank {rank}: {error}" for rank, (_, error) in enumerate(reports) if error]:
-        raise OSError("; ".join(errors))
-    return [value for value, _ in reports]
-
-
-def load_tensors(
-    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None, convert: bool = False
-) -> None:
-    """Fill tensors, by the names of Checkpointer._tensors, from a verified checkpoint. Called by all ranks.
-
-    Raises ConfigError with every misfit of names, shapes and, unless convert, dtypes.
-    """
-    reader = Reader(folder)
-    try:
-        metadata = reader.read_metadata()
-        # Each pipeline stage has its own tensors: a saved tensor that no stage has is not in the model.
-        names = set().union(*gather(set(tensors)))
-        misfits = [misfit for found in gather([*_misfits(tensors, names, metadata, convert)]) for misfit in found]
-        if misfits:
-            raise ConfigError([f"{folder} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)])
-        dcp.load(tensors, storage_reader=reader, process_group=group)
-    except (dcp.CheckpointException, pickle.UnpicklingError) as failure:
-        reasons = [_cause(error) for error in _failures(failure).values()]
-        raise ConfigError([f"{folder} is refused: {reason}" for reason in dict.fromkeys(reasons)]) from failure
-
-
-def _quarantine(folder: Path) -> None:
-    names = (f"corrupt-{folder.name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
-    folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))
-
-
-def _failures(failure: BaseException) -> dict[int, BaseException]:
-    """Failures by rank: torch raises the wrapped failures of all ranks on each rank."""
-    if isinstance(failure, dcp.CheckpointException):
-        return {rank: error for rank, (error, _) in failure.failures.items()}
-    return {dist.get_rank(): failure}
-
-
-def _cause(failure: BaseException) -> str:
-    return next(iter(str(failure).splitlines()), repr(failure))
-
-
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        print(line, flush=True)
+def _settle(choice: Choice) -> None:
+    """Rename what a choice has found damaged, and what other branches have beyond this one's beginning."""
+    for saved in choice.damaged:
+        put_aside(saved.folder, f"{DAMAGED}{saved.folder.name}")
+    for saved in choice.later:
+        put_aside(saved.folder, f"{ABANDONED}{saved.folder.name}")
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
@@ -294,22 +263,6 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _misfits(tensors: dict[str, Tensor], names: set[str], metadata: Metadata, convert: bool) -> Iterator[str]:
-    """Misfits of this rank's tensors, and saved tensors that no rank has; names: those of all ranks' tensors."""
-    saved: dict[str, Any] = dict(metadata.state_dict_metadata)
-    for name, tensor in tensors.items():
-        if name not in saved:
-            yield f"{name} is missing"
-        elif saved[name].size != tensor.shape:
-            yield f"{name} is {tuple(saved[name].size)} there and {tuple(tensor.shape)} here"
-        elif saved[name].properties.dtype != tensor.dtype and not convert:
-            yield f"{name} is {saved[name].properties.dtype} there and {tensor.dtype} here"
-    kinds = {name.partition(".")[0] for name in names}
-    for name in sorted(saved.keys() - names):
-        if name.partition(".")[0] in kinds:
-            yield f"{name} is not in this model"
 
 
 class _Writer(dcp.FileSystemWriter):

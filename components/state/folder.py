@@ -1,29 +1,120 @@
-"""Finds checkpoints in a folder and verifies them. Nothing here writes, or executes a pickle."""
+"""Finds checkpoints in a folder and verifies them. Nothing here writes, or executes a pickle.
 
-import io
-import pickle
+Errors of reading are no verdict on a checkpoint: what cannot be read raises, after some tries. Only bytes that were
+read and disagree with the manifest make it a damaged one.
+"""
+
+import json
+import os
 import re
+import stat
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import Metadata
 
 from components.config import ConfigError
-from components.files import digest, read_json
-from parallelize.groups import gather
+from components.files import digest, patiently, read_json
+from components.state.together import read_together
 
+VERSION = 1
+"""Of state.json. 0 is what had no version: there is neither a branch in it nor the number of ranks."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
+@dataclass(frozen=True)
+class Fault:
+    """Why a checkpoint cannot be used."""
+
+    reason: str
+    damaged: bool = True
+    """Bytes disagree with the manifest. False: it is of no use here, but nothing says that it was ever more."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A line of checkpoints; another one begins where load_step or exclude_from_loading act, which they do once."""
+
+    number: int = 0
+    began_at: int = 0
+    load_step: int = -1
+    exclude_from_loading: tuple[str, ...] = ()
+    """This and load_step: what was asked when the checkpoint was written, and has been done."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A step-N folder, and its state.json as long as nothing is verified: None if there is none, or no JSON."""
+
+    step: int
+    folder: Path
+    state: dict[str, Any] | None
+
+    @property
+    def branch(self) -> Branch:
+        """Raises ConfigError if state.json has something else in its place."""
+        given = (self.state or {}).get("branch", {})
+        try:
+            branch = Branch(**given | {"exclude_from_loading": tuple(given.get("exclude_from_loading", ()))})
+            if any(type(number) is not int for number in (branch.number, branch.began_at, branch.load_step)):
+                raise TypeError("a number is expected")
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"{self.folder}/state.json: branch: {error}") from error
+        return branch
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """Grows from old to new: by branch, then by step. One without state.json counts as new, so that it is named."""
+        try:
+            return (self.branch.number if self.state is not None else float("inf"), self.step)
+        except ConfigError:
+            return float("inf"), self.step
+
+
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
-    """Folders called step-N, in the order of N."""
-    if not folder.is_dir():
+    """Folders called step-N, in the order of N; none if there is no folder.
+
+    Raises ConfigError if one is a symbolic link, and OSError if the folder cannot be read.
+    """
+    found = ((_STEP.fullmatch(name), folder / name) for name in names_in(folder))
+    return sorted((int(match[1]), path) for match, path in found if match and _is_folder(path))
+
+
+def names_in(folder: Path) -> list[str]:
+    """What a folder lists, sorted; nothing if there is none. Raises OSError if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    found = ((_STEP.fullmatch(path.name), path) for path in folder.iterdir() if path.is_dir())
-    return sorted((int(match[1]), path) for match, path in found if match)
+    except OSError:
+        return sorted(patiently(folder, lambda: os.listdir(folder)))
+
+
+def _is_folder(path: Path) -> bool:
+    kind = patiently(path, path.lstat).st_mode
+    if stat.S_ISLNK(kind):
+        raise ConfigError(f"{path} is refused: a symbolic link")
+    return stat.S_ISDIR(kind)
+
+
+def saved_in(folder: Path) -> list[Saved]:
+    """The checkpoints of a folder, oldest first (Saved.order). Raises OSError if one cannot be read."""
+    return sorted((Saved(step, path, peek(path)) for step, path in steps_in(folder)), key=lambda saved: saved.order)
+
+
+def peek(folder: Path) -> dict[str, Any] | None:
+    """A checkpoint's state.json, not verified; None if there is none, or no JSON object. Raises OSError."""
+    raw = read_inside(folder, "state.json")
+    try:
+        state = None if raw is None else json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return state if isinstance(state, dict) else None
 
 
 def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
@@ -33,66 +124,110 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
     """
     try:
         config = read_json(run / "run.json")["config"]
-    except (OSError, ValueError, KeyError) as error:
+        folder = run / config["checkpoint"]["folder"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run}: not the dump_folder of a run: {error}") from error
-    folder = run / config["checkpoint"]["folder"]
-    there = dict(steps_in(folder))
-    chosen = [step] if step is not None else sorted(there, reverse=True)
-    checkpoint = next((there[step] for step in chosen if step in there and not fault(there[step])), None)
+    there = read_together(lambda: saved_in(folder), first_only=True)[0]
+    asked = [saved for saved in reversed(there) if step in (None, saved.step)]
+    checkpoint = next((saved.folder for saved in asked if not fault(saved.folder)), None)
     if checkpoint is None:
-        steps, asked = ", ".join(map(str, there)) or "none", "any step" if step is None else f"step {step}"
-        raise ConfigError(f"{folder}: no good checkpoint of {asked}. Steps there: {steps}")
+        steps, wanted = listed(there), "any step" if step is None else f"step {step}"
+        raise ConfigError(f"{folder}: no good checkpoint of {wanted}. Steps there: {steps}")
     return config, checkpoint
 
 
-def fault(folder: Path, hashes: bool = True) -> str | None:
+def listed(there: list[Saved]) -> str:
+    """Their steps, as text."""
+    return ", ".join(str(saved.step) for saved in sorted(there, key=lambda saved: saved.step)) or "none"
+
+
+def inside(folder: Path, name: str) -> Path:
+    """The path of a file in a folder. Raises ConfigError unless it is a plain file of that folder, and OSError."""
+    if Path(name).name != name or name == ".." or "\0" in name:
+        raise ConfigError(f"{folder} is refused: {name!r} is not the name of a file in it")
+    path = folder / name
+    kind = patiently(path, path.lstat).st_mode
+    if not stat.S_ISREG(kind):
+        what = "a symbolic link" if stat.S_ISLNK(kind) else "no plain file"
+        raise ConfigError(f"{folder} is refused: {name} is {what}")
+    return path
+
+
+def read_inside(folder: Path, name: str) -> bytes | None:
+    """A file's bytes, None if the folder does not list it. Raises ConfigError as inside does, and OSError."""
+    try:
+        path = inside(folder, name)
+        return patiently(path, path.read_bytes)
+    except FileNotFoundError:
+        if name in patiently(folder, lambda: os.listdir(folder)):
+            raise
+        return None
+
+
+def manifest(folder: Path) -> dict[str, list] | Fault:
+    """Name -> size and hash of a checkpoint's files. Raises ConfigError if it is no plain file, and OSError."""
+    raw = read_inside(folder, "manifest.json")
+    if raw is None:
+        return Fault("no manifest.json in it", damaged=False)
+    try:
+        files = {str(name): [int(size), str(expected)] for name, (size, expected) in json.loads(raw).items()}
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        return Fault(f"manifest.json unreadable: {error}")
+    if missing := {".metadata", "state.json"} - files.keys():
+        return Fault(f"manifest.json does not list {', '.join(sorted(missing))}")
+    return files
+
+
+def fault(folder: Path, hashes: bool = True) -> Fault | None:
     """The fault of a checkpoint, None if it verifies; the same on every rank. Ranks share the hashing of files.
 
-    With hashes=False only this rank checks, and only sizes.
+    With hashes=False only this rank checks, and only sizes. Raises ConfigError for files outside the folder and for
+    what cannot be read (with hashes=False OSError for that).
     """
-    reason = None
-    try:
-        files = read_json(folder / "manifest.json")
-        if missing := {".metadata", "state.json"} - files.keys():
-            reason = f"manifest.json does not list {', '.join(sorted(missing))}"
-        for number, (name, (size, expected)) in enumerate(sorted(files.items())):
-            actual = (folder / name).stat().st_size
-            if actual != size:
-                reason = reason or f"{name} has {actual} bytes, not {size}"
-            elif hashes and number % dist.get_world_size() == dist.get_rank() and digest(folder / name)[1] != expected:
-                reason = reason or f"{name} is corrupt"
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        reason = f"manifest or file unreadable: {error}"
     if not hashes:
-        return reason
-    return next((found for found in gather(reason) if found), None)
+        files = manifest(folder)
+        return files if isinstance(files, Fault) else _first_fault(folder, files, [*files], hashes=False)
+    files = read_together(lambda: manifest(folder), first_only=True)[0]
+    if isinstance(files, Fault):
+        return files
+    own = sorted(files)[dist.get_rank() :: dist.get_world_size()]
+    return next(filter(None, read_together(lambda: _first_fault(folder, files, own))), None)
 
 
-def incomplete(folder: Path) -> str | None:
-    """The reason why a verified checkpoint cannot continue a run, or None."""
-    return "it holds only weights" if read_json(folder / "state.json")["model_only"] else None
+def _first_fault(folder: Path, files: dict[str, list], names: list[str], hashes: bool = True) -> Fault | None:
+    for name in names:
+        size, expected = files[name]
+        try:
+            path = inside(folder, name)
+            actual, found = patiently(path, partial(digest, path)) if hashes else (path.stat().st_size, expected)
+        except FileNotFoundError:
+            if name in patiently(folder, lambda: os.listdir(folder)):
+                raise
+            return Fault(f"{name} is missing")
+        if actual != size:
+            return Fault(f"{name} has {actual} bytes, not {size}")
+        if found != expected:
+            return Fault(f"{name} is corrupt")
+    return None
 
 
-class _Unpickler(pickle.Unpickler):
-    """Reads a .metadata file: knows only the classes below, which hold sizes, offsets and file names."""
-
-    _SIZES = ("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING")
-    _ALLOWED: ClassVar = {
-        "torch": ("Size",),
-        "torch.serialization": ("_get_layout",),
-        "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
-        "torch.distributed.checkpoint.metadata": ("Metadata", "MetadataIndex", *_SIZES),
-    }
-
-    def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in self._ALLOWED.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"its .metadata asks for {module}.{name}, which no checkpoint needs")
+def unusable(saved: Saved) -> Fault | None:
+    """Why a verified checkpoint cannot continue a run, or None. Raises ConfigError if another version wrote it."""
+    check_state(saved)
+    assert saved.state is not None
+    return Fault("it holds only weights", damaged=False) if saved.state["model_only"] else None
 
 
-class Reader(dcp.FileSystemReader):
-    """torch's reader, but with the unpickler above."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return _Unpickler(io.BytesIO((Path(self.path) / ".metadata").read_bytes())).load()
+def check_state(saved: Saved) -> None:
+    """Raises ConfigError if a newer version wrote state.json, or what it holds is not a state."""
+    state, where = saved.state or {}, f"{saved.folder}/state.json"
+    version = state.get("version", 0)
+    if type(version) is not int or version > VERSION:
+        reason = f"version {version!r}, and this code reads versions up to {VERSION}: use the newer code that wrote it"
+        raise ConfigError(f"{where}: {reason}")
+    counts = {"step": state.get("step"), **{name: state.get(name, 0) for name in ("sequences", "tokens")}}
+    wrong = [name for name, value in counts.items() if type(value) is not int or value < 0]
+    wrong += [] if type(state.get("model_only")) is bool else ["model_only"]
+    if wrong:
+        raise ConfigError(f"{where}: {', '.join(wrong)}: not what a checkpoint has there")
+    assert saved.branch

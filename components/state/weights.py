@@ -9,6 +9,7 @@ and checkpoint.initial_load_in_hf starts a run from such a folder. The model def
 import shutil
 import warnings
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
-from components.files import read_json, write_json
-from components.state.checkpoint import together
-from components.state.folder import Reader
+from components.files import inside, read_json_as, write_json
+from components.state.tensors import Reader, check_finite, open_reader
+from components.state.together import read_together, together
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
@@ -41,6 +42,13 @@ class HuggingFaceModel(Protocol):
         """The differences of a config.json from this model."""
 
 
+@dataclass
+class _Index:
+    """model.safetensors.index.json: the file of each tensor."""
+
+    weight_map: dict[str, str]
+
+
 class Folder:
     """The safetensors files of a folder: one, or those of the index. Tensors are read on request.
 
@@ -54,7 +62,9 @@ class Folder:
         self._files: dict[str, Any] = {}
         index = path / "model.safetensors.index.json"
         try:
-            names = sorted({*read_json(index)["weight_map"].values()} if index.exists() else self._all())
+            names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
+            if outside := [name for name in names if Path(name).name != name or not inside(path, path / name)]:
+                raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
                 opened = safe_open(path / file, "pt")
                 if twice := self._files.keys() & set(opened.keys()):
@@ -91,18 +101,22 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
     config_file = path / "config.json"
-    try:
-        given = read_json(config_file) if config_file.exists() else {}
-        misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
-    except (OSError, ValueError) as error:
-        misfits.append(f"config.json: {error}")
+    given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
+    misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
-    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices."""
-    folder = Folder(path)
+    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices.
+
+    Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
+    """
+    read_together(lambda: _fill(stages, Folder(path)))
+    check_finite({name: parameter for stage in stages for name, parameter in stage.named_parameters()}, path)
+
+
+def _fill(stages: list[nn.Module], folder: Folder) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             local, offset = own_slice(parameter.detach())
@@ -128,13 +142,13 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
-    def write() -> None:
+    def write(reader: Reader) -> None:
         from safetensors.torch import save_file
 
         for number in range(rank, len(parts), ranks):
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
             with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
-                dcp.load(tensors, storage_reader=Reader(checkpoint), no_dist=True)
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
             theirs = {model.hf_name(name): tensors.pop(f"model.{name}").to(dtype) for name in parts[number]}
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
             (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
@@ -157,7 +171,8 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
 
     try:
         together(begin, first_only=True)
-        together(write)
+        reader = open_reader(checkpoint)
+        together(lambda: write(reader))
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error

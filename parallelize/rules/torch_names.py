@@ -11,10 +11,12 @@ PROVEN = "2.13"
 PRIVATE: dict[str, dict[str, str]] = {
     "every run": {
         "torch": "_foreach_mul_ _foreach_norm",
-        "torch.distributed": "ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
+        "torch._C._distributed_c10d": "_dump_fr_trace_json",
+        "torch.distributed": "ProcessGroup._get_backend ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
         "ProcessGroupGloo._Options._threads ProcessGroupGloo._Options._timeout",
         "torch.distributed.device_mesh": "DeviceMesh._unflatten",
-        "torch.distributed.distributed_c10d": "_set_pg_timeout",
+        "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+        "torch.distributed.distributed_c10d": "_get_default_store _set_pg_timeout",
         "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
     },
     "dry run": {

@@ -10,7 +10,7 @@ from collections import Counter
 from components.config import ROOT
 
 
-def main(runs: int) -> None:
+def main(runs: int) -> Counter[int]:
     codes: Counter[int] = Counter()
     started = time.perf_counter()
     for number in range(runs):
@@ -25,6 +25,7 @@ def main(runs: int) -> None:
         seconds = (time.perf_counter() - started) / (number + 1)
         print(f"\r{number + 1}/{runs}: exit codes {dict(codes)}, {seconds:.1f} s a run", end="", flush=True)
     print()
+    return codes
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ FAULTS = (
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
           "index_select(1, mine)", _UNSHUFFLED),
     Fault("an accumulation step's gradients dropped", "one rank", "train", "train_step",
-          "part.backward()", "part.backward() if number else None"),
+          "poison_if_not_finite(part).backward()", "part.backward() if number else None"),
     Fault("weight decay on norms", "one rank", "components.optimizer", "build_optimizer",
           "group.decay * config", "config"),
     Fault("learning rate one step late", "one rank", "train", "train_step",
@@ -82,7 +82,7 @@ FAULTS = (
           ".clamp(max=1.0)", ".clamp(min=1.0, max=1.0)"),
     Fault("loss divided by the accumulation steps too", "one rank", "train", "train_step",
           "(**batch) / valid", "(**batch) / valid / run.accumulation_steps"),
-    Fault("replicas see the same sequences", "ddp 2", "train", "local_batches",
+    Fault("replicas see the same sequences", "ddp 2", "train", "local_order",
           "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
 )  # fmt: skip
 

@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from components.config import ROOT, to_dict
+from components.config import ROOT, JobConfig, load_config, to_dict
 from tests.convergence.sides import SERIES, Curve, Side
 from tests.convergence.verdict import Floor
 
@@ -15,7 +15,7 @@ _RUN = ("model", "optimizer", "lr_scheduler", "training", "quantize", "debug")
 """Tables that decide the run."""
 _NOT_THE_RUN = {
     *("local_batch_size", "dataloader", "enable_cpu_offload", "gc_freq", "dataset_cache", "dataset_streaming"),
-    *("implementation", "attention_kernel", "hf_assets_path", "max_nonfinite_steps"),
+    *("implementation", "attention_kernel", "hf_assets_path", "max_nonfinite_steps", "check_replicas_freq"),
 }
 """Keys of them that do not."""
 
@@ -26,7 +26,11 @@ def path_of(recipe: Path, steps: int) -> Path:
 
 def what_decides(side: Side, steps: int, settings: tuple[str, ...]) -> dict[str, Any]:
     """The settings that decide which run it is, by key."""
-    tables = json.loads(json.dumps(to_dict(side.config(steps, settings))))
+    return _decisive(side.config(steps, settings))
+
+
+def _decisive(config: JobConfig) -> dict[str, Any]:
+    tables = json.loads(json.dumps(to_dict(config)))
     return {
         f"{table}.{key}": value for table in _RUN for key, value in tables[table].items() if key not in _NOT_THE_RUN
     }
@@ -70,7 +74,9 @@ def read(path: Path, settings: tuple[str, ...]) -> Golden | None:
     if parts["settings"] != list(settings):
         return None
     curve = Curve("golden", **{name: parts[name] for name in SERIES}, about=parts["made"])
-    return Golden(curve, {name: parts[f"{name}_floor"] for name in SERIES}, parts["run"])
+    # A key that there was not yet had its default.
+    run = _decisive(load_config([])) | parts["run"]
+    return Golden(curve, {name: parts[f"{name}_floor"] for name in SERIES}, run)
 
 
 def changes(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -1,0 +1,242 @@
+"""`./run_train.sh --check [usual words]`: all that can be known before a run, as a list of ticks and crosses.
+
+Starts no ranks and leaves nothing behind. A check that fails does not keep the others from being made; those that need
+what has failed are left out.
+"""
+
+import datetime
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from itertools import islice
+from pathlib import Path
+
+from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
+from components.data.cache import data_spec
+from components.data.sources import BadRecord, find_files, read_documents
+from components.data.stream import check_stream, is_stream
+from components.data.tokenizer import try_tokenizer
+from components.launch.exit_codes import ExitCode
+from components.launch.settings import Settings, gpus, read_settings
+from components.optimizer import state_bytes
+from components.start import check_devices, check_folders, check_initial_weights, with_recipe
+from components.state.folder import steps_in
+from models import MODELS, meta_model
+from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_layout, global_batch_size, warnings
+
+_GIB = 2**30
+_APART_SECONDS = 60
+"""Clocks of two machines that share a folder may differ by so much."""
+
+
+class Job:
+    """What is checked: a job whose configuration is right, and how its ranks would be started."""
+
+    def __init__(self, argv: list[str], config: JobConfig, settings: Settings) -> None:
+        self.argv, self.config, self.settings = argv, config, settings
+        self.dump = Path(config.job.dump_folder).absolute()
+        self.checkpoints = self.dump / config.checkpoint.folder
+
+
+def layout(job: Job) -> str:
+    degrees = resolve_degrees(job.config, job.settings.world_size)
+    check_devices(job.config, job.settings, os.environ)
+    check_layout(job.config, degrees)
+    return "; ".join([f"{degrees}, {degrees.world_size} ranks", *warnings(job.config, degrees, job.settings.ranks)])
+
+
+def folders(job: Job) -> str:
+    """The dump and checkpoint folders can be made and written."""
+    check_folders(job.config)
+    for key, folder in (("job.dump_folder", job.dump), ("checkpoint.folder", job.checkpoints)):
+        there = _nearest(folder)
+        try:
+            with tempfile.TemporaryFile(dir=there) as file:
+                file.write(b"x")
+        except OSError as error:
+            raise ConfigError(mistake(job.config, key, f"cannot write in {there}: {error.strerror}")) from None
+    return str(job.dump)
+
+
+def tokenizer(job: Job) -> str:
+    model, found = job.config.model, try_tokenizer(job.config.model.hf_assets_path)
+    most = MODELS[model.name][1][model.flavor].vocab_size
+    if found > most:
+        reason = f"{found} tokens, but {model.name} {model.flavor} has a table of {most}"
+        raise ConfigError(mistake(job.config, "model.hf_assets_path", reason))
+    return f"{found:,} tokens, and a table of {most:,}"
+
+
+def data(job: Job) -> str:
+    """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
+    training, validation = job.config.training, job.config.validation
+    said = [_own(job, validation.dataset_path)] if validation.enable and validation.dataset_path else []
+    if is_stream(training):
+        with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
+            check_stream(job.config)
+        return "; ".join(["the first document of the stream was read", *said])
+    return "; ".join([_own(job, None), *said])
+
+
+def _own(job: Job, path: str | None) -> str:
+    training = job.config.training
+    spec = data_spec(training, job.config.model.hf_assets_path, path)
+    files = find_files(spec.path)
+    for file in files:
+        for document in islice(read_documents(file, spec.text_field), 1):
+            if isinstance(document, BadRecord) and not spec.skip_errors:
+                raise ConfigError(document.reason)
+    size = sum(file.stat().st_size for file in files)
+    batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
+    # A token has at least one byte; what a compressed file holds is not known before it is read.
+    if path is None and not any(file.suffix == ".parquet" for file in files) and size < batch * training.seq_len:
+        raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one step: {batch} sequences")
+    return f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
+
+
+def initial_weights(job: Job) -> str:
+    path = job.config.checkpoint.initial_load_path
+    if path is None:
+        return "none asked for"
+    check_initial_weights(job.config)
+    is_checkpoint = (Path(path) / ".metadata").is_file() or steps_in(Path(path))
+    if not job.config.checkpoint.initial_load_in_hf and not is_checkpoint:
+        raise ConfigError(mistake(job.config, "checkpoint.initial_load_path", "no checkpoint there"))
+    return path
+
+
+def disk(job: Job) -> str:
+    """A checkpoint, and one more that is being written, fit on the disk."""
+    checkpoint = job.config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only:
+        return "no checkpoint is saved"
+    elements = sum(each.numel() for each in meta_model(job.config.model.name, job.config.model.flavor).parameters())
+    size = elements * (4 + state_bytes(job.config.optimizer))
+    free = shutil.disk_usage(_nearest(job.checkpoints)).free
+    kept = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1
+    said = f"{free / _GIB:,.1f} GiB are free, a checkpoint takes {size / _GIB:,.1f} GiB"
+    if free < size:
+        raise ConfigError(f"{job.checkpoints}: {said}")
+    short = checkpoint.keep_latest_k and free < kept * size
+    return said + (f"; too little for {kept} more (checkpoint.keep_latest_k)" if short else "")
+
+
+def memory(job: Job) -> str:
+    """What a dry run of rank 0 holds, against the device."""
+    command = [sys.executable, "-P", "-m", "components.dry_run", *job.argv, "--comm.mode", "fake_backend"]
+    numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, **numbers, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    found = re.search(r"highest point +([\d.]+) GiB", done.stdout)
+    if found is None:
+        raise ConfigError((done.stderr.strip().splitlines() or ["the dry run said nothing"])[-1])
+    needed, there = float(found[1]), _memory_gib(job.settings)
+    said = f"rank 0 holds {needed:,.2f} GiB at the highest point, of {there:,.1f} GiB"
+    if needed > there:
+        raise ConfigError(said)
+    return said
+
+
+def _memory_gib(settings: Settings) -> float:
+    """Memory for a rank: of its GPU, or its share of what this node has left."""
+    if gpus():
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory / _GIB
+    try:
+        left = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        left = None
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (int(left[1]) * 1024 if left else pages) / _GIB / settings.ranks
+
+
+def port(job: Job) -> str:
+    """The port of RDZV_ENDPOINT is free here, or the node that has it can be found."""
+    if not job.settings.endpoint:
+        return "one node takes a port that is free"
+    host, _, number = job.settings.endpoint.rpartition(":")
+    try:
+        (family, kind, _, _, address), *_ = socket.getaddrinfo(host.strip("[]"), int(number), type=socket.SOCK_STREAM)
+    except (OSError, OverflowError, UnicodeError) as error:
+        raise ConfigError(f"RDZV_ENDPOINT = {job.settings.endpoint}: {error}") from None
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+            return f"{job.settings.endpoint} is free on this node"
+        except OSError as error:
+            in_use = f"RDZV_ENDPOINT = {job.settings.endpoint}: {error.strerror}"
+            if socket.gethostbyname(socket.gethostname()) == address[0] or str(address[0]).startswith("127."):
+                raise ConfigError(in_use) from None
+    with socket.socket(family, kind) as probe:
+        probe.settimeout(3)
+        answers = probe.connect_ex(address) == 0
+    return f"{job.settings.endpoint} is of another node, which {'answers' if answers else 'does not listen yet'}"
+
+
+def clock(job: Job) -> str:
+    """This year, and no checkpoint of the run is of the future."""
+    now = time.time()
+    newest = max([path.stat().st_mtime for _, path in steps_in(job.checkpoints)], default=0)
+    said = datetime.datetime.fromtimestamp(now).isoformat(" ", "seconds")
+    if now < (ROOT / "train.py").stat().st_mtime - _APART_SECONDS:
+        raise ConfigError(f"it is {said}, which is before this code was written")
+    if now < newest - _APART_SECONDS:
+        raise ConfigError(f"it is {said}, and the newest checkpoint is {newest - now:.0f} s younger")
+    return said
+
+
+CHECKS: dict[str, Callable[[Job], str]] = {
+    "layout": layout,
+    "folders": folders,
+    "tokenizer": tokenizer,
+    "data": data,
+    "initial weights": initial_weights,
+    "disk": disk,
+    "memory": memory,
+    "port": port,
+    "clock": clock,
+}
+"""What is checked beside the configuration, in this order: each returns what it found, or raises ConfigError."""
+NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
+"""A model or degrees that are refused leave these nothing to check."""
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest of its parents that is there."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def main(argv: list[str]) -> int:
+    """Print a tick or a cross for each check; 0 if there is no cross, else 2."""
+    argv, crosses = with_recipe(argv), set()
+    try:
+        config = load_config(argv)
+        job = Job(argv, config, read_settings(config, os.environ))
+        print(f"✓ {'configuration':16} {len(config.origins)} keys are set", flush=True)
+    except ConfigError as error:
+        print(f"✗ {'configuration':16} " + f"\n{'':19}".join(error.messages))
+        return ExitCode.CONFIG
+    for name, look in CHECKS.items():
+        if NEEDS.get(name) in crosses:
+            print(f"- {name:16} not checked: needs {NEEDS[name]}", flush=True)
+            continue
+        try:
+            print(f"✓ {name:16} {look(job)}", flush=True)
+        except ConfigError as error:
+            crosses.add(name)
+            print(f"✗ {name:16} " + f"\n{'':19}".join(error.messages), flush=True)
+    return ExitCode.CONFIG if crosses else ExitCode.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Ranks that are slow for many steps: at logged steps, the time that each takes itself, without waiting for others.
+
+A thread looks where the main thread is, a few hundred times a second, during a logged step alone. Time inside a call of
+torch.distributed is waiting. With CUDA the main thread hardly computes: what is found there is a slow loader or host.
+"""
+
+import statistics
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from parallelize.groups import gather
+from parallelize.mesh import Mesh
+
+_INTERVAL_SECONDS = 0.005
+_SLOW, _LOGGED_STEPS, _LEAST_SECONDS = 1.3, 3, 0.03
+"""A rank is slow that takes this many times the median, in this many logged steps in a row; and not by chance."""
+_WAITING = ("/torch/distributed/", "/components/launch/signals.py")
+_CALLS = ("/torch/_ops.py", "/torch/_library/autograd.py")
+"""Through which operations are called."""
+_COMPUTING = "/torch/distributed/tensor/"
+"""Of torch.distributed's folders the one whose calls compute; its collectives are called through another."""
+
+
+class Stragglers:
+    """Enter it for a logged step, on all ranks; with one rank nothing is looked at."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        stages = list(zip(*mesh.peers("pp"), strict=True))
+        self.peers = [sorted(ranks) for ranks in stages if len(ranks) > 1]
+        """Ranks that have as much to do: those of the same stage."""
+        self.slow: dict[int, int] = {}
+        """Rank -> logged steps in a row in which it was slow."""
+
+    def watched(self, logged: bool) -> "OwnTime":
+        return OwnTime(enabled=logged and bool(self.peers))
+
+    def compare(self, own: "OwnTime") -> list[str]:
+        """Say which ranks have been slow for some time, and return the lines; waits for all ranks if own is enabled."""
+        if not own.enabled:
+            return []
+        seconds, lines, slow = gather(own.seconds), [], {}
+        for ranks in self.peers:
+            usual = statistics.median_low([seconds[rank] for rank in ranks])
+            for rank in ranks:
+                if seconds[rank] > max(_SLOW * usual, usual + _LEAST_SECONDS):
+                    slow[rank] = self.slow.get(rank, 0) + 1
+                    if slow[rank] % _LOGGED_STEPS == 0:
+                        lines.append(
+                            f"rank {rank} is slow: {seconds[rank]:.2f} s of its own in a step, others {usual:.2f} s "
+                            f"(median), in the last {slow[rank]} logged steps"
+                        )
+        self.slow = slow
+        if lines and dist.get_rank() == 0:
+            print(*lines, sep="\n", flush=True)
+        return lines
+
+
+class OwnTime:
+    """Time that the main thread spends inside, without that in calls of torch.distributed."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled, self.seconds = enabled, 0.0
+        self.ended = threading.Event()
+        self.main = threading.get_ident()
+
+    def __enter__(self) -> Self:
+        if self.enabled:
+            self.thread = threading.Thread(target=self._look, name="own time", daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, stack: TracebackType | None) -> None:
+        self.ended.set()
+        if self.enabled:
+            self.thread.join()
+
+    def _look(self) -> None:
+        last, ended = time.perf_counter(), False
+        while not ended:
+            ended = self.ended.wait(_INTERVAL_SECONDS)
+            frame, now = sys._current_frames().get(self.main), time.perf_counter()
+            while frame and frame.f_code.co_filename.endswith(_CALLS):
+                frame = frame.f_back
+            file = frame.f_code.co_filename if frame else ""
+            if _COMPUTING in file or not any(name in file for name in _WAITING):
+                self.seconds += now - last
+            last = now

@@ -1,0 +1,119 @@
+"""What a checkpoint folder means for this start: continue, take the initial weights, begin at step 0, or refuse.
+
+Decided here alone, the same on all ranks, by reading only: what follows from it is renamed once the weights are loaded.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from components.config import Checkpoint, ConfigError
+from components.state.folder import Branch, Fault, Saved, fault, listed, names_in, saved_in, unusable
+from components.state.together import read_together
+
+DAMAGED, ABANDONED = "corrupt-", "abandoned-"
+"""Prefixes of folders that are put aside: kept, and never chosen or pruned."""
+
+
+@dataclass
+class Choice:
+    """Where this start begins."""
+
+    base: Saved | None = None
+    """The checkpoint to continue from; without one the run starts from the initial path, or at step 0."""
+    excluded: frozenset[str] = frozenset()
+    """Parts that are not loaded, of the base or of the checkpoint at the initial path."""
+    branch: Branch = field(default_factory=Branch)
+    damaged: list[Saved] = field(default_factory=list)
+    later: list[Saved] = field(default_factory=list)
+    """What another branch has beyond the point at which this one begins."""
+    said: list[str] = field(default_factory=list)
+
+
+def choose(folder: Path, config: Checkpoint) -> Choice:
+    """Decide; called by all ranks. The newest checkpoint that verifies, unless load_step asks for another and is new.
+
+    Raises ConfigError if a checkpoint cannot be read, if there are some and none can be continued (and there is no
+    initial_load_path), or if load_step's is not there.
+    """
+    there = read_together(lambda: saved_in(folder), first_only=True)[0]
+    asked = Branch(load_step=config.load_step, exclude_from_loading=tuple(config.exclude_from_loading))
+    choice = Choice(excluded=frozenset(config.exclude_from_loading), branch=asked)
+    for saved in reversed(there):
+        if reason := fault(saved.folder) or unusable(saved):
+            _pass_over(choice, saved, reason)
+        elif config.load_step in (-1, saved.branch.load_step):
+            return _continue(choice, saved, asked, there)
+        else:
+            break
+    if config.load_step != -1:
+        return _continue(choice, _at_load_step(folder, config.load_step, there), asked, there)
+    if config.initial_load_path:
+        if there:
+            choice.said.append(f"no checkpoint in {folder} can be continued: checkpoint.initial_load_path is taken")
+        return choice
+    aside = read_together(lambda: [*_put_aside(folder)], first_only=True)[0]
+    if there or aside:
+        remedy = "set checkpoint.initial_load_path, or move the folder away to begin at step 0"
+        lines = [*choice.said, *(f"{name} was put aside earlier" for name in aside)]
+        raise ConfigError([*lines, f"{folder}: of the checkpoints there none can be continued: {remedy}"])
+    return choice
+
+
+def _pass_over(choice: Choice, saved: Saved, reason: Fault) -> None:
+    choice.said.append(f"checkpoint {saved.folder} passed over: {reason}")
+    if reason.damaged:
+        choice.damaged.append(saved)
+
+
+def _at_load_step(folder: Path, step: int, there: list[Saved]) -> Saved:
+    found = next((saved for saved in there if saved.step == step), None)
+    reason = "not there" if found is None else fault(found.folder) or unusable(found)
+    if found is None or reason:
+        raise ConfigError(
+            f"checkpoint.load_step = {step}: {folder}/step-{step}: {reason}. Steps there: {listed(there)}"
+        )
+    return found
+
+
+def _continue(choice: Choice, base: Saved, asked: Branch, there: list[Saved]) -> Choice:
+    """Continue from base: on its branch if what is asked was done when that began, else on a new one."""
+    begun, choice.base = base.branch, base
+    goes_back = asked.load_step not in (-1, begun.load_step)
+    done = () if goes_back else begun.exclude_from_loading
+    choice.excluded = frozenset(asked.exclude_from_loading) - {*done}
+    number, began_at = begun.number, begun.began_at
+    if goes_back or choice.excluded:
+        number = 1 + max(saved.branch.number for saved in there)
+        began_at = 0 if "train_state" in choice.excluded else base.step
+        choice.later = [saved for saved in there if saved.step > base.step and saved not in choice.damaged]
+        choice.said += _said(choice, asked)
+    elif asked.load_step != -1:
+        choice.said.append(f"checkpoint.load_step = {asked.load_step}: this branch began there, and goes on")
+    choice.branch = Branch(number, began_at, asked.load_step, asked.exclude_from_loading)
+    return choice
+
+
+def _said(choice: Choice, asked: Branch) -> Iterator[str]:
+    assert choice.base is not None
+    parts = f" without {', '.join(sorted(choice.excluded))}" if choice.excluded else ""
+    aside = f"; later steps are put aside as {ABANDONED}step-N: {listed(choice.later)}" if choice.later else ""
+    yield f"a new branch begins at step {choice.base.step}{parts}{aside}"
+
+
+def _put_aside(folder: Path) -> Iterator[str]:
+    """Names of checkpoints that were put aside."""
+    yield from (name for name in names_in(folder) if re.match(rf"({DAMAGED}|{ABANDONED})step-\d", name))
+
+
+def beyond(branch: Branch, there: list[Saved]) -> list[Saved]:
+    """Checkpoints of older branches beyond the step at which this one began."""
+    old = [saved for saved in there if saved.state is not None and saved.branch.number < branch.number]
+    return [saved for saved in old if saved.step > branch.began_at]
+
+
+def put_aside(folder: Path, name: str) -> None:
+    """Give a checkpoint a name under which nothing chooses or prunes it."""
+    names = (f"{name}{suffix}" for suffix in ("", *(f"-{number}" for number in range(2, 1000))))
+    folder.rename(next(path for name in names if not (path := folder.with_name(name)).exists()))

@@ -1,0 +1,127 @@
+"""Tensors of one checkpoint: each rank reads its own slices, from files that the manifest lists and nowhere else."""
+
+import io
+import pickle
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from components.config import ConfigError
+from components.files import patiently
+from components.state.folder import Fault, inside, manifest, read_inside
+from components.state.metadata import files_of, parse
+from components.state.together import cause, failures, read_together
+from parallelize.groups import gather
+from parallelize.sharding import own_slice
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's reader of a checkpoint whose table of contents has been read and checked; tries reads again."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        self.metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, *args: Any) -> Any:
+        return patiently(Path(self.path), lambda: super(Reader, self).read_data(*args))
+
+    def _slice_file(self, file: Any, place: Any) -> IO[bytes]:
+        """One tensor's bytes: read here, since torch.load hides that reading failed, and of which file."""
+        try:
+            file.seek(place.offset)
+            return io.BytesIO(file.read(place.length))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(Path(self.path) / place.relative_path)) from error
+
+
+def open_reader(folder: Path, group: dist.ProcessGroup | None = None, foreign: bool = False) -> Reader:
+    """A reader of a verified checkpoint; the first rank reads the table of contents for all. Called by all ranks.
+
+    Raises ConfigError if the table asks for code, if it names a file that is outside the folder or that the manifest
+    does not list (a foreign checkpoint has none), or if something cannot be read.
+    """
+
+    def read() -> bytes:
+        raw, files = read_inside(folder, ".metadata"), {} if foreign else manifest(folder)
+        if raw is None or isinstance(files, Fault):
+            raise ConfigError(f"{folder} is refused: {'no .metadata in it' if raw is None else files}")
+        for name in files_of(_parsed(folder, raw)):
+            inside(folder, name)
+            if not foreign and name not in files:
+                raise ConfigError(f"{folder} is refused: .metadata names {name}, which manifest.json does not list")
+        return raw
+
+    return Reader(folder, _parsed(folder, read_together(read, first_only=True, group=group)[0]))
+
+
+def _parsed(folder: Path, raw: bytes) -> Metadata:
+    try:
+        return parse(raw)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{folder} is refused: {error}") from error
+
+
+def load_tensors(
+    tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None, convert: bool = False
+) -> None:
+    """Fill tensors, by the names of Checkpointer._tensors, from a verified checkpoint. Called by all ranks.
+
+    Raises ConfigError with every misfit of names, shapes and, unless convert, dtypes, and if a number is not finite.
+    """
+    reader = open_reader(folder, group)
+    check_fit(tensors, reader, convert)
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=group)
+    except dcp.CheckpointException as failure:
+        errors = failures(failure).values()
+        what = "cannot be read" if all(isinstance(error, OSError) for error in errors) else "is refused"
+        reasons = dict.fromkeys(f"{folder} {what}: {cause(error)}" for error in errors)
+        raise ConfigError([*reasons]) from failure
+    check_finite(tensors, folder)
+
+
+def check_fit(tensors: dict[str, Tensor], reader: Reader, convert: bool) -> None:
+    """Raises ConfigError with every misfit of names, shapes and, unless convert, dtypes. Called by all ranks."""
+    # Each pipeline stage has its own tensors: a saved tensor that no stage has is not in the model.
+    names = set().union(*gather(set(tensors)))
+    misfits = [misfit for found in gather([*_misfits(tensors, names, reader, convert)]) for misfit in found]
+    if misfits:
+        raise ConfigError([f"{reader.path} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)])
+
+
+def _misfits(tensors: dict[str, Tensor], names: set[str], reader: Reader, convert: bool) -> Iterator[str]:
+    """Misfits of this rank's tensors, and saved tensors that no rank has; names: those of all ranks' tensors."""
+    saved = reader.metadata.state_dict_metadata
+    for name, tensor in tensors.items():
+        there = saved.get(name)
+        if there is None:
+            yield f"{name} is missing"
+        elif not isinstance(there, TensorStorageMetadata):
+            yield f"{name} is no tensor there"
+        elif there.size != tensor.shape:
+            yield f"{name} is {tuple(there.size)} there and {tuple(tensor.shape)} here"
+        elif there.properties.dtype != tensor.dtype and not convert:
+            yield f"{name} is {there.properties.dtype} there and {tensor.dtype} here"
+    kinds = {name.partition(".")[0] for name in names}
+    for name in sorted(saved.keys() - names):
+        if name.partition(".")[0] in kinds:
+            yield f"{name} is not in this model"
+
+
+def check_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Raises ConfigError with the names of tensors that hold NaN or inf. Each rank looks at its own slices only."""
+    own = {name: own_slice(tensor.detach())[0] for name, tensor in tensors.items() if tensor.is_floating_point()}
+    own = {name: tensor for name, tensor in own.items() if tensor.numel()}
+    # The least and the largest number: one pass without a copy, and NaN if there is one.
+    wrong = [name for name, tensor in own.items() if not torch.stack(torch.aminmax(tensor)).isfinite().all()]
+    if names := [*dict.fromkeys(name for part in gather(wrong) for name in part)]:
+        raise ConfigError([f"{source}: {name} holds numbers that are not finite" for name in names])

@@ -1,0 +1,59 @@
+"""What ranks do together: one that fails is known to all, so that none waits for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from components.config import ConfigError
+
+
+def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
+    """Run action on every rank, or on the first alone; returns all ranks' results to every rank.
+
+    If action fails on any rank, every rank raises: ConfigError where that is what a rank raised, else OSError.
+    """
+    value, error, refused = None, None, None
+    if dist.get_rank() == 0 or not first_only:
+        try:
+            value = action()
+        except ConfigError as failure:
+            refused = failure.messages
+        except (Exception, dcp.CheckpointException) as failure:
+            own = failures(failure).get(dist.get_rank())
+            error = cause(own) if own else None
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, (value, error, refused), group=group)
+    if messages := [message for _, _, refused in reports for message in refused or ()]:
+        raise ConfigError([*dict.fromkeys(messages)])
+    if errors := [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(reports) if error]:
+        raise OSError("; ".join(errors))
+    return [value for value, _, _ in reports]
+
+
+def read_together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
+    """As together, for actions that only read: that a file cannot be read is a ConfigError, and no verdict on it."""
+    try:
+        return together(action, first_only, group)
+    except OSError as error:
+        remedy = "nothing was renamed or begun; start the same command again when the store answers"
+        raise ConfigError(f"a checkpoint cannot be read: {error}: {remedy}") from error
+
+
+def failures(failure: BaseException) -> dict[int, BaseException]:
+    """Failures by rank: torch raises the wrapped failures of all ranks on each rank."""
+    if isinstance(failure, dcp.CheckpointException):
+        return {rank: error for rank, (error, _) in failure.failures.items()}
+    return {dist.get_rank(): failure}
+
+
+def cause(failure: BaseException) -> str:
+    """The first line of an error's message."""
+    return next(iter(str(failure).splitlines()), repr(failure))
+
+
+def say(line: str) -> None:
+    """Print a line on the first rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)

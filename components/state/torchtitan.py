@@ -1,0 +1,92 @@
+"""Weights from a checkpoint of torchtitan v0.2: torch.distributed.checkpoint with its names, and no manifest.
+
+Parameters are called as here, with or without `model.` before the name. Its Llama rotates each even row of a head
+against the odd one after it; here, in Hugging Face's order, a head's first half is rotated against its second.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from components.state.folder import Fault, Saved, manifest
+from components.state.tensors import Reader, check_finite, check_fit, open_reader
+from components.state.together import read_together, say
+from parallelize.groups import gather
+from parallelize.sharding import own_slice
+
+_OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
+"""First words of the names of what is not a weight."""
+_PAIRED = {"llama": ("attention.wq.weight", "attention.wk.weight")}
+"""Family, by its name at Hugging Face -> the weights whose rows are in another order there."""
+
+
+def is_foreign(saved: Saved) -> bool:
+    """Whether a folder is a checkpoint that nothing here has written. Called by all ranks. Raises ConfigError."""
+
+    def look() -> bool:
+        if saved.state is not None or not isinstance(manifest(saved.folder), Fault):
+            return False
+        return (saved.folder / ".metadata").exists() and not (saved.folder / "manifest.json").exists()
+
+    return read_together(look, first_only=True)[0]
+
+
+def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
+    """Fill every parameter; each rank reads its own slices, and whole tensors where rows are in another order.
+
+    Raises ConfigError with every misfit, if a file is outside the folder, or if a number is not finite.
+    """
+    reader = open_reader(folder, foreign=True)
+    weights = {name: parameter.detach() for stage in stages for name, parameter in stage.named_parameters()}
+    aliases = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
+    prefix = _keep_weights(reader, set().union(*gather(aliases - weights.keys())))
+    renamed = {prefix + name: tensor for name, tensor in weights.items()}
+    check_fit(renamed, reader, convert=True)
+    paired: dict[str, Any] = {
+        prefix + name: stage
+        for stage in stages
+        for name, _ in stage.named_parameters()
+        if name.endswith(_PAIRED.get(getattr(stage, "hf_type", ""), ()))
+    }
+
+    def read() -> None:
+        _read({name: tensor for name, tensor in renamed.items() if name not in paired}, reader)
+        for name, stage in paired.items():
+            _read_paired(name, renamed[name], stage.config.head_dim, reader)
+
+    read_together(read)
+    check_finite(renamed, folder)
+    say(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
+
+
+def _keep_weights(reader: Reader, aliases: set[str]) -> str:
+    """Leave only weights in the reader's table, without tied ones' second names; returns what stands before names."""
+    entries = reader.metadata.state_dict_metadata
+    prefix = "model." if any(name.startswith("model.") for name in entries) else ""
+    for name in [*entries]:
+        if name.partition(".")[0] in _OTHERS or name.removeprefix(prefix) in aliases:
+            del entries[name]
+    return prefix
+
+
+def _read(tensors: dict[str, Any], reader: Reader) -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+
+
+def _read_paired(name: str, tensor: Tensor, head_dim: int, reader: Reader) -> None:
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _read({name: whole}, reader)
+    here = halves_of_pairs(whole, head_dim)
+    local, offset = own_slice(tensor)
+    if local.numel():
+        local.copy_(here[tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))])
+
+
+def halves_of_pairs(weight: Tensor, head_dim: int) -> Tensor:
+    """Rows 2 i and 2 i + 1 of each head (of head_dim rows) become rows i and i + head_dim / 2."""
+    return weight.unflatten(0, (-1, head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)

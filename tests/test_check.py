@@ -1,0 +1,143 @@
+"""./run_train.sh --check: a tick or a cross for all that can be known before a run."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from components import check
+from components.config import ROOT
+from tests.small import FLAVORS
+
+WITHOUT_MEMORY = {name: look for name, look in check.CHECKS.items() if name != "memory"}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NGPU", "NNODES", "RDZV_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(check, "CHECKS", WITHOUT_MEMORY)
+
+
+def marks(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str]]:
+    """The exit code, and of each check its mark and what follows."""
+    code = check.main(list(words))
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith(" ")]
+    return code, {line[2:19].strip(): line[0] + line[19:] for line in lines}
+
+
+def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None:
+    words = [str(ROOT / "run_train.sh"), "--check", "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.enable"]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run(words, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("✓ ") for line in lines)
+    assert len(lines) == 10
+    assert "rank 0 holds 0.20 GiB" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_cross_is_listed_and_the_rest_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "lines.jsonl").write_text("no json\n")
+    code, seen = marks(
+        capsys,
+        *("--job.dump_folder", str(tmp_path / "file/out"), "--model.hf_assets_path", str(tmp_path)),
+        *("--training.dataset_path", str(tmp_path / "lines.jsonl"), "--checkpoint.initial_load_path", str(tmp_path)),
+    )
+    assert code == 2
+    assert [name for name, mark in seen.items() if mark[0] == "✗"] == [
+        "folders",
+        "tokenizer",
+        "data",
+        "initial weights",
+    ]
+    assert "file is not a folder" in seen["folders"]
+    assert "no tokenizer at" in seen["tokenizer"]
+    assert "lines.jsonl:1: not JSON" in seen["data"]
+    assert "no checkpoint there" in seen["initial weights"]
+    assert seen["clock"].startswith("✓")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "reason"),
+    [
+        (["--training.stepz", "1"], "configuration", "did you mean training.steps"),
+        (["--parallelism.tensor_parallel_degree", "3"], "layout", "which 3 ranks cannot share"),
+        (["--model.flavor", "405B", "--checkpoint.enable"], "disk", "a checkpoint takes"),
+        (
+            ["--training.dataset_path", "short.txt", "--training.seq_len", "100000"],
+            "data",
+            "less",
+        ),
+        (["--training.dataset_path", "none"], "data", "no such file"),
+    ],
+)
+def test_a_cross_names_what_is_wrong(
+    words: list[str],
+    name: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("In the beginning")
+    code, seen = marks(capsys, "--job.dump_folder", str(tmp_path), *words)
+    assert code == 2
+    assert seen[name][0] == "✗"
+    assert reason in seen[name]
+
+
+def test_what_needs_a_layout_is_left_out_without_one(capsys: pytest.CaptureFixture[str]) -> None:
+    _, seen = marks(capsys, "--model.flavor", "none")
+    assert seen["tokenizer"] == "-not checked: needs layout"
+
+
+def test_a_tokenizer_that_does_not_fit_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, seen = marks(capsys, "--job.dump_folder", str(tmp_path), "--model.flavor", "tiny")
+    assert f"4096 tokens, but llama tiny has a table of {FLAVORS['tiny'].vocab_size}" in seen["tokenizer"]
+
+
+def test_memory_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CHECKS", {"memory": check.memory})
+    monkeypatch.setattr(check, "_memory_gib", lambda settings: 0.1)
+    code, seen = marks(capsys, "--job.dump_folder", str(tmp_path))
+    assert (code, seen["memory"][0]) == (2, "✗")
+    assert "of 0.1 GiB" in seen["memory"]
+
+
+def test_a_port_in_use_and_a_host_that_nobody_knows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CHECKS", {"port": check.port})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("RDZV_ENDPOINT", endpoint)
+        assert marks(capsys)[1]["port"] == f"✗RDZV_ENDPOINT = {endpoint}: Address already in use"
+    assert marks(capsys)[1]["port"] == f"✓{endpoint} is free on this node"
+    monkeypatch.setenv("RDZV_ENDPOINT", "no-such-host.invalid:1")
+    assert marks(capsys)[1]["port"].startswith("✗RDZV_ENDPOINT = no-such-host.invalid:1: ")
+
+
+def test_a_clock_that_is_behind_the_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CHECKS", {"clock": check.clock})
+    step = tmp_path / "checkpoint" / "step-5"
+    step.mkdir(parents=True)
+    words = ["--job.dump_folder", str(tmp_path)]
+    assert marks(capsys, *words)[0] == 0
+    os.utime(step, (time.time() + 3600,) * 2)
+    code, seen = marks(capsys, *words)
+    assert (code, "the newest checkpoint is 3" in seen["clock"]) == (2, True)
