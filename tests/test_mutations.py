@@ -3,11 +3,14 @@
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from components.config import ConfigError
+from parallelize.groups import init_distributed
 from tests.faults import mutations
 from tests.faults.mutations import Mutations, bounded, mutate_bytes, mutate_lines, mutate_value
 
@@ -16,8 +19,10 @@ FOUND = [136, 156, 268, 4928, 5276, 5568, 5912, 6124, 6596]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Mutations:
-    return Mutations(tmp_path_factory.mktemp("mutations"))
+def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutations]:
+    init_distributed(60)  # readers of checkpoints ask all ranks: here one
+    yield Mutations(tmp_path_factory.mktemp("mutations"))
+    dist.destroy_process_group()
 
 
 def test_what_is_mutated_is_taken_or_is_one_sentence(made: Mutations) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from components.config import ROOT
 from components.files import read_json_if_whole, replace
+from parallelize.groups import init_distributed
 from tests.faults.mutations import Mutations
 
 PROGRESS = ROOT / ".cache" / "faults" / "mutations.json"
@@ -34,6 +35,7 @@ def campaign_mutations(launches: float = 300) -> list[str]:
     """10,000 mutated recipes, command lines and JSON files checked in one process, and some of them launched."""
     progress: dict[str, Any] = {"checked": 0, "launched": 0, "faults": []} | read_json_if_whole(PROGRESS)
     PROGRESS.parent.mkdir(parents=True, exist_ok=True)
+    init_distributed(60)  # readers of checkpoints ask all ranks: here one
     with tempfile.TemporaryDirectory() as folder:
         mutations = Mutations(Path(folder))
         while progress["checked"] < 10_000 or progress["launched"] < launches:
