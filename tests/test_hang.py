@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 import train
 from components.launch.hang import HangWatch, Report, Wait, sentence
 from parallelize.groups import set_timeout
-from tests.harness import Case, observe_all
+from tests.harness import Case, Observation, observe_all
 from tests.launches import alive
 from tests.test_guards import ALONE
 
@@ -80,6 +81,29 @@ def test_a_stopped_rank_is_named_with_dimension_and_operation(layout: str, tmp_p
         assert waiting in log, log
         assert "(most recent call first)" in log, "the stacks"
     assert len(logs) == 1 or any(" in train_step" in log for log in logs), "where those are whose call has not failed"
+
+
+def slow_stage(run: train.Run) -> int:
+    """A step three times as long as the timeout, in which stage 0 waits for stage 1 again and again."""
+    set_timeout(2, run.mesh)
+    stage, forward = run.stages[0], run.stages[0].forward
+
+    def slowly(*given: Any, **named: Any) -> Any:
+        time.sleep(0.17 * dist.get_rank())
+        return forward(*given, **named)
+
+    vars(stage)["forward"] = slowly
+    began = time.monotonic()
+    with HangWatch(run.mesh):
+        train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    return round(time.monotonic() - began)
+
+
+def test_a_stage_that_is_slow_is_no_hang() -> None:
+    ranks, overrides, _ = LAYOUTS["pp 2"]
+    (observed,) = observe_all([Case(overrides=overrides, ranks=ranks, steps=1, at_end=slow_stage)])
+    assert isinstance(observed, Observation), observed
+    assert observed.extra > 5
 
 
 def test_the_sentence_names_who_is_missing_where() -> None:

@@ -132,41 +132,43 @@ class HangWatch:
         """Note now and then what is not done: once a collective has failed, it is done for the flight recorder.
 
         gloo keeps to no timeout, and the flight recorder has no note, where the stages of a pipeline wait for each
-        other: a main thread that waits there as long without a collective has timed out, and this thread ends its rank.
+        other: a main thread that has waited there for the timeout, without any processor time, has timed out, and this
+        thread ends its rank.
         """
-        known = None
+        clock = getattr(time, "pthread_getcpuclockid", None)  # macOS lacks it, and this watch
+        used = 0.0
         while not self.ended.wait(min(self.timeout / 6, 10)):
-            waits, begun = self._recorded()
-            self.snapshots = [*self.snapshots[-1:], waits]
-            waiting = any("/distributed/pipelining/" in name for name in self._files())
-            if not waiting or begun != known or self.in_pipeline_since is None:
+            self.snapshots = [*self.snapshots[-1:], self._recorded()]
+            used_before, used = used, time.clock_gettime(clock(self.main)) if clock else time.monotonic()
+            # A stage that is only slow lets its peers go on with each micro-batch: they use more than a millisecond.
+            waiting = used - used_before < 1e-3 and self._in_pipeline()
+            if not waiting or self.in_pipeline_since is None:
                 self.in_pipeline_since = time.time() if waiting else None
             elif time.time() - self.in_pipeline_since > self.timeout:
                 _end(self.explain(timed_out=True))
-            known = begun
 
-    def _files(self) -> list[str]:
-        """Files of the main thread's frames, innermost first; none unless it is inside a call of torch.distributed."""
+    def _in_pipeline(self) -> bool:
+        """Whether the main thread is inside a call of torch.distributed that a pipeline schedule has made."""
         frame, names = sys._current_frames().get(self.main), []
         while frame:
             names.append(frame.f_code.co_filename)
             frame = frame.f_back
-        return names if names and "/torch/distributed/" in names[0] else []
+        return "/torch/distributed/" in names[0] and any("/distributed/pipelining/" in name for name in names)
 
-    def _recorded(self) -> tuple[list[Wait], int]:
-        """Collectives that are not done, and how many there have been."""
+    def _recorded(self) -> list[Wait]:
+        """Collectives that are not done."""
         recorder: Any = torch._C._distributed_c10d  # torch's stub lacks the function
         record = json.loads(recorder._dump_fr_trace_json(includeCollectives=True, onlyActive=False))
-        waits, entries = [], record.get("entries", [])
-        for entry in entries:
+        waits = []
+        for entry in record.get("entries", []):
             if not entry["retired"]:
                 name, ranks = self.groups.get(entry["process_group"][0], ("another group", []))
                 operation = entry["profiling_name"].partition(":")[2]
                 waits.append(Wait(name, ranks, operation, entry["time_created_ns"] / 1e9))
-        return waits, max((entry["record_id"] for entry in entries), default=0)
+        return waits
 
     def _report(self, store: Any) -> None:
-        waits, failed = self._recorded()[0], self.ended.is_set()
+        waits, failed = self._recorded(), self.ended.is_set()
         if failed:  # the main thread's collective is done, for the flight recorder
             old = time.time() - 0.8 * self.timeout
             late = [wait for waits_then in self.snapshots for wait in waits_then if wait.since < old]
