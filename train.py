@@ -40,7 +40,7 @@ from models import MODELS, meta_model
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
-from parallelize.groups import init_distributed, set_timeout
+from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
 from parallelize.rules import check_device, check_layout, global_batch_size
@@ -144,8 +144,8 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
             load_weights(run.stages, Path(checkpoint.initial_load_path))
         else:
             state = checkpointer.load_initial()
-        if state is None and dist.get_rank() == 0:
-            print(f"weights from {checkpoint.initial_load_path}", flush=True)
+        if state is None:
+            print_on_rank_0(f"weights from {checkpoint.initial_load_path}")
     if state is None:
         return
     if "train_state" not in checkpointer.excluded:
@@ -154,21 +154,14 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
-    if dist.get_rank() == 0:
-        print(f"continuing after step {run.step}, at sequence {run.sequences:,}", flush=True)
+    print_on_rank_0(f"continuing after step {run.step}, at sequence {run.sequences:,}")
 
 
 def local_order(run: Run, consumed_sequences: int) -> Order:
     """Numbers of this rank's sequences from a position of the data order on; equal on ranks that share sequences."""
-    return Order(
-        run.train_set,
-        run.config.debug.seed,
-        run.global_batch_size,
-        run.config.training.local_batch_size,
-        batch_rank=batch_rank(run.mesh),
-        batch_ranks=run.degrees.batch_ranks,
-        consumed_sequences=consumed_sequences,
-    )
+    seed, size = run.config.debug.seed, run.config.training.local_batch_size
+    rank, ranks = batch_rank(run.mesh), run.degrees.batch_ranks
+    return Order(run.train_set, seed, run.global_batch_size, size, rank, ranks, consumed_sequences)
 
 
 def local_batches(run: Run) -> Iterator[Batch]:
@@ -299,8 +292,8 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
             if run.step % training.gc_freq == 0:
                 gc.collect(1)
     checkpointer.wait()
-    if code and dist.get_rank() == 0:
-        print(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saves else 'not saved'}", flush=True)
+    if code:
+        print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saves else 'not saved'}")
     return code
 
 
@@ -318,17 +311,15 @@ def main(argv: list[str]) -> int:
     config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
-    if rank == 0:
-        lock = lock_folder(config)  # noqa: F841 - held until the process ends
+    lock = lock_folder(config) if rank == 0 else None  # noqa: F841 - held until the process ends
     run = build(config, device)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpointer = Checkpointer(folder, config.checkpoint, run.stages, run.optimizer)
     resume(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
-    if rank == 0:
-        batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
-        print(introduce(config, run.degrees, run.parameters, batches))
+    batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
+    print_on_rank_0(introduce(config, run.degrees, run.parameters, batches))
     try:
         with stop.saving(), HangWatch(run.mesh):
             code = train(run, metrics, checkpointer, stop)

@@ -23,6 +23,7 @@ from components.config import Training
 from components.data.loader import Order, build_loader
 from components.files import write_json
 from components.launch.exit_codes import ExitCode
+from parallelize.groups import print_on_rank_0
 from parallelize.mesh import Mesh, sum_over_token_ranks
 from parallelize.sharding import local_part
 
@@ -171,11 +172,10 @@ class Spikes:
 
 
 def _tell_spike(step: int, spike: float, loss: float, norm: float, highest_loss: float, highest_norm: float) -> None:
-    if spike and dist.get_rank() == 0:
-        print(
+    if spike:
+        print_on_rank_0(
             f"step {step} skipped, a spike: loss {loss:.4f} (highest accepted {highest_loss:.4f}), "
-            f"grad norm {norm:.3f} (highest accepted {highest_norm:.3f})",
-            flush=True,
+            f"grad norm {norm:.3f} (highest accepted {highest_norm:.3f})"
         )
 
 

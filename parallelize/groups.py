@@ -76,6 +76,12 @@ def gather(value: object) -> list:
     return values
 
 
+def print_on_rank_0(line: str) -> None:
+    """Print a line at once, on rank 0 alone."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
 def from_rank_0(make: Callable[[], T]) -> T:
     """What rank 0 makes, on every rank; and the ConfigError, if it raises one."""
     made: list = [None]

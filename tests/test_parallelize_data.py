@@ -113,7 +113,7 @@ FAULTS = {
         "stage.init_std, config.debug.seed",
         "stage.init_std, config.debug.seed + dist.get_rank()",
     ),
-    "two ranks see the same batch": ("train", "local_order", "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
+    "two ranks see the same batch": ("train", "local_order", "batch_rank(run.mesh)", "0"),
     "learning rate of another step": ("train", "train_step", "run.step, config.lr_", "run.step + 9, config.lr_"),
 }  # fmt: skip
 

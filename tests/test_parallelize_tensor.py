@@ -162,8 +162,8 @@ FAULTS = {
     "tp ranks see different batches": (
         "train",
         "local_order",
-        "consumed_sequences=consumed_sequences",
-        "consumed_sequences=consumed_sequences + run.mesh['tp'].get_local_rank()",
+        "ranks, consumed_sequences",
+        "ranks, consumed_sequences + run.mesh['tp'].get_local_rank()",
     ),
     "tp ranks start from other norms": (
         "components.state.init",

@@ -33,9 +33,9 @@ from components.launch.signals import Agreement
 from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
 from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
 from components.state.tensors import load_tensors
-from components.state.together import read_together, say, together
+from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
-from parallelize.groups import cpu_backend
+from parallelize.groups import cpu_backend, print_on_rank_0
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
@@ -99,7 +99,7 @@ class Checkpointer:
         read_together(self._tidy, first_only=True)
         choice = choose(self.folder, self.config)
         for line in choice.said:
-            say(line)
+            print_on_rank_0(line)
         self.branch, self.excluded = choice.branch, choice.excluded
         state = self.load_folder(choice.base) if choice.base else None
         if not self.config.load_only:
@@ -123,7 +123,7 @@ class Checkpointer:
                 state = self.load_folder(saved, model_only)
                 return None if model_only else state
             reasons.append(f"{saved.folder}: {reason}")
-            say(f"checkpoint {saved.folder} passed over: {reason}")
+            print_on_rank_0(f"checkpoint {saved.folder} passed over: {reason}")
         raise ConfigError(f"checkpoint.initial_load_path: {'; '.join(reasons)}")
 
     def load_folder(self, saved: Saved, model_only: bool = False) -> dict[str, Any]:
@@ -205,7 +205,9 @@ class Checkpointer:
         try:
             self._clean_up(target, prune=not state["in_doubt"])
         except (OSError, ConfigError) as error:
-            say(f"{target} is saved; nothing older was put aside or pruned, since it cannot be read: {error}")
+            print_on_rank_0(
+                f"{target} is saved; nothing older was put aside or pruned, since it cannot be read: {error}"
+            )
 
     def _clean_up(self, just_saved: Path, prune: bool) -> None:
         """Put aside what older branches have beyond this one's beginning, and prune."""

@@ -51,9 +51,3 @@ def failures(failure: BaseException) -> dict[int, BaseException]:
 def cause(failure: BaseException) -> str:
     """The first line of an error's message."""
     return next(iter(str(failure).splitlines()), repr(failure))
-
-
-def say(line: str) -> None:
-    """Print a line on the first rank."""
-    if dist.get_rank() == 0:
-        print(line, flush=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from components.state.folder import Fault, Saved, manifest
 from components.state.tensors import Reader, check_finite, check_fit, open_reader
-from components.state.together import read_together, say
-from parallelize.groups import gather
+from components.state.together import read_together
+from parallelize.groups import gather, print_on_rank_0
 from parallelize.sharding import own_slice
 
 _OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
@@ -60,7 +60,7 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
 
     read_together(read)
     check_finite(renamed, folder)
-    say(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
+    print_on_rank_0(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
 
 
 def _keep_weights(reader: Reader, aliases: set[str]) -> str:

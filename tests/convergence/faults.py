@@ -83,7 +83,7 @@ FAULTS = (
     Fault("loss divided by the accumulation steps too", "one rank", "train", "train_step",
           "(**batch) / valid", "(**batch) / valid / run.accumulation_steps"),
     Fault("replicas see the same sequences", "ddp 2", "train", "local_order",
-          "batch_rank=batch_rank(run.mesh)", "batch_rank=0"),
+          "batch_rank(run.mesh)", "0"),
 )  # fmt: skip
 
 
