@@ -9,6 +9,7 @@ import argparse
 import functools
 import itertools
 import json
+import math
 import random
 import sys
 import time
@@ -99,6 +100,11 @@ class Layout:
             replicas, _, shards = sizes.partition("x")
             return int(replicas), int(shards)
         return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a rank's stages in a step."""
+        return int(self["accumulation"]) * (int(self["micro_batches"]) if self["pp"] != "1" else 1)
 
     def run(self) -> tuple[str, ...]:
         """Settings that decide the run: one process has them too.
@@ -223,11 +229,11 @@ def pairs() -> list[tuple[tuple[str, str], ...]]:
     ]
 
 
-def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 120) -> list[Layout]:
+def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 160) -> list[Layout]:
     """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
 
     None is compiled, which takes several times as long: tests/test_parallelize_compile.py compiles under every axis.
-    For one missing pair after another, the layout that has most of the missing ones for its ranks.
+    For one missing pair after another, the layout that has most of the missing ones for what it takes.
     """
     wanted = [pair for pair in pairs() if ("compile", "true") not in pair]
     draw, missing, chosen = random.Random(seed), set(wanted), []
@@ -237,7 +243,7 @@ def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 120) -> lis
         drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for _ in range(tries))
         worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
         few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
-        few.sort(key=lambda each: -len(worth[each]) / (1 + each.ranks))
+        few.sort(key=lambda each: -len(worth[each]) / math.sqrt(each.ranks * (4 + each.passes)))
         best = next((each for each in few if not each.refusal()), None)
         if best:
             chosen.append(best)
@@ -267,12 +273,12 @@ class Result:
 
 
 @functools.cache
-def one_process(run: tuple[str, ...]) -> Observation:
-    return observe(*run, valid_labels=LABELS)
+def one_process(run: tuple[str, ...], steps: int) -> Observation:
+    return observe(*run, valid_labels=LABELS, steps=steps)
 
 
-def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
-    """Run every layout that no rule refuses.
+def measure(layouts: Iterable[Layout], steps: int = 3) -> Iterator[Result]:
+    """Run so many steps of every layout that no rule refuses.
 
     Layouts of one mesh come one after another: they share DTensor's caches of that mesh.
     """
@@ -283,12 +289,12 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
         else:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
-    cases = [Case(overrides=each.overrides(), ranks=each.ranks, valid_labels=LABELS) for each in accepted]
+    cases = [Case(overrides=each.overrides(), ranks=each.ranks, steps=steps, valid_labels=LABELS) for each in accepted]
     for each, observed in zip(accepted, observe_all(cases), strict=True):
         if isinstance(observed, RuntimeError):
             yield Result(each, "", str(observed), {}, 0.0)
         else:
-            yield Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)
+            yield Result(each, "", "", figures(observed, one_process(each.run(), steps)), observed.seconds)
 
 
 def main(argv: list[str]) -> int:
