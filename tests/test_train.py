@@ -25,6 +25,7 @@ from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 TINY_RUN = [
     *("--training.seq_len", "32", "--training.local_batch_size", "2", "--training.global_batch_size", "4"),
     *("--metrics.log_freq", "1", "--lr_scheduler.warmup_steps", "2", "--lr_scheduler.total_steps", "40"),
+    *("--validation.steps", "2"),
 ]
 
 
@@ -136,7 +137,7 @@ def run_folder(tmp_path: Path) -> Path:
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: Path) -> None:
     """Two ranks with loader workers: stopped by SIGTERM to the launcher, then resumed; equal bits, and no row lost."""
     whole = run_folder.with_name("unbroken")
-    given = ("--training.steps", "40", "--validation.freq", "20", "--training.dataloader.num_workers", "1")
+    given = ("--training.steps", "24", "--validation.freq", "12", "--training.dataloader.num_workers", "1")
     unbroken = run_train(*given, "--job.dump_folder", str(whole))
     assert unbroken.wait(120) == 0, unbroken.communicate()[0]
 
@@ -148,7 +149,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: P
     first.send_signal(signal.SIGTERM)
     assert first.wait(60) == 128 + signal.SIGTERM, first.communicate()[0]
     stopped_at = numbers(run_folder)[-1][0]
-    assert stopped_at < 40
+    assert stopped_at < 24
     assert (run_folder / f"checkpoint/step-{stopped_at}").is_dir(), "the step that it stopped at is saved"
 
     second = run_train(*given, "--job.dump_folder", str(run_folder))
@@ -161,7 +162,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: P
     ]
     assert (run_folder / "loss.png").stat().st_size > 10_000
     run = json.loads((run_folder / "run.json").read_text())
-    assert run["config"]["training"]["steps"] == 40
+    assert run["config"]["training"]["steps"] == 24
     assert run["versions"]["torch"] == torch.__version__
 
 
@@ -226,10 +227,10 @@ def test_writers_work_and_keep_secrets(run_folder: Path) -> None:
 
 
 def test_validation_is_the_same_at_every_layout() -> None:
-    """Seven sequences over up to four ranks: the ranks that run out still take part."""
+    """Seven sequences of a length of their own: the ranks that run out still take part."""
     given = ("--validation.enable", "true", "--validation.held_out_fraction", "0.006", "--validation.seq_len", "40")
     losses = {}
-    for layout in ("one", "ddp 2", "fsdp 3 default", "hsdp 2x2", "tp 2", "cp 2", "fsdp 2 tp 2 cp 2"):
+    for layout in ("one", "fsdp 3 default", "cp 2"):
         ranks, overrides = MORE_LAYOUTS[layout]
         local = ("--validation.local_batch_size", "2")
         observed = observe(
