@@ -37,7 +37,9 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
     """Give each gradient its parameter's placement: gradients of norms are partial sums until here."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(parameter, DTensor) and isinstance(gradient, DTensor):
+        if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+            continue
+        if gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 

@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from components.config import ROOT, ConfigError
-from parallelize.groups import from_rank_0, gather
+from components.state.together import together
+from parallelize.groups import from_rank_0, gather, set_timeout
 from tests.harness import broken_bars, observe, rewrite
 from tests.small import RECIPE
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
@@ -147,7 +148,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: P
         assert time.monotonic() < deadline, first.communicate()[0]
         time.sleep(0.05)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(60) == 128 + signal.SIGTERM, first.communicate()[0]
+    assert first.wait(120) == 128 + signal.SIGTERM, first.communicate()[0]
     stopped_at = numbers(run_folder)[-1][0]
     assert stopped_at < 24
     assert (run_folder / f"checkpoint/step-{stopped_at}").is_dir(), "the step that it stopped at is saved"
@@ -175,12 +176,12 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(run_f
         time.sleep(0.05)
     before = (run_folder / "run.json").read_bytes()
     second = run_train("--training.steps", "39", "--job.dump_folder", str(run_folder))
-    output = second.communicate(timeout=60)[0]
+    output = second.communicate(timeout=120)[0]
     assert second.returncode == 2, output
     assert "another run is writing" in output
     assert (run_folder / "run.json").read_bytes() == before
     first.send_signal(signal.SIGINT)
-    assert first.wait(60) in (0, 130, -signal.SIGINT)  # the signal may come when all is done but the exit
+    assert first.wait(120) in (0, 130, -signal.SIGINT)  # the signal may come when all is done but the exit
 
 
 @pytest.mark.torchrun
@@ -191,7 +192,7 @@ def test_non_finite_for_too_long_ends_the_run_with_its_own_code(run_folder: Path
         *("--job.dump_folder", str(run_folder), "--parallelism.data_parallel_replicate_degree", "1"),
         ranks=1,
     )
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=120)[0]
     assert process.returncode == 3, output
     assert "not finite 3 steps in a row" in output
 
@@ -276,3 +277,18 @@ def test_a_save_after_a_validation_is_whole(reshard: str, tmp_path: Path) -> Non
     second = observe(*given, ranks=2, steps=2, folder=str(tmp_path))
     assert all(torch.equal(second.first_weights[name], weight) for name, weight in first.weights.items())
     assert first.losses + second.losses == whole.losses
+
+
+def wait_for_rank_1(run: train.Run) -> list[int]:
+    """Training's collectives are given 1 second, and rank 1 reads for 3."""
+    set_timeout(1, run.mesh)
+
+    def read() -> int:
+        time.sleep(3 * dist.get_rank())
+        return dist.get_rank()
+
+    return together(read)
+
+
+def test_ranks_that_read_files_have_more_time_than_a_step() -> None:
+    assert observe("--training.local_batch_size", "6", ranks=2, steps=1, at_end=wait_for_rank_1).extra == [0, 1]

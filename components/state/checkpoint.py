@@ -16,7 +16,6 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,13 +34,12 @@ from components.state.folder import VERSION, Branch, Saved, check_state, fault, 
 from components.state.tensors import load_tensors
 from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
-from parallelize.groups import cpu_backend, print_on_rank_0
+from parallelize.groups import patient_group, print_on_rank_0
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
-_TIMEOUT = timedelta(hours=1)  # ranks wait while others write, and while the first rank makes files durable
 
 
 class Checkpointer:
@@ -52,7 +50,7 @@ class Checkpointer:
     ) -> None:
         self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
         # A separate group: collectives of a background save must not mix with those of training.
-        self._group = dist.new_group(backend=cpu_backend(), timeout=_TIMEOUT)
+        self._group = patient_group()
         self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)

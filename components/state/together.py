@@ -1,5 +1,6 @@
 """What ranks do together: one that fails is known to all, so that none waits for it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,12 +8,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from components.config import ConfigError
+from parallelize.groups import patient_group
 
 
 def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
     """Run action on every rank, or on the first alone; returns all ranks' results to every rank.
 
-    If action fails on any rank, every rank raises: ConfigError where that is what a rank raised, else OSError.
+    If action fails on any rank, every rank raises: ConfigError where that is what a rank raised, else OSError. Without
+    a group, ranks wait for each other in one of their own: training's timeout is short.
     """
     value, error, refused = None, None, None
     if dist.get_rank() == 0 or not first_only:
@@ -24,12 +27,18 @@ def together(action: Callable[[], Any], first_only: bool = False, group: dist.Pr
             own = failures(failure).get(dist.get_rank())
             error = cause(own) if own else None
     reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (value, error, refused), group=group)
+    dist.all_gather_object(reports, (value, error, refused), group=group or _group(dist.group.WORLD))
     if messages := [message for _, _, refused in reports for message in refused or ()]:
         raise ConfigError([*dict.fromkeys(messages)])
     if errors := [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(reports) if error]:
         raise OSError("; ".join(errors))
     return [value for value, _, _ in reports]
+
+
+@functools.cache
+def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Made once for all ranks of world."""
+    return patient_group()
 
 
 def read_together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
