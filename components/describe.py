@@ -1,13 +1,13 @@
 """What a run says when it starts: model, layout, batch, and a learning rate that will not reach its peak."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from components.config import JobConfig, to_dict
 from components.optimizer import state_bytes
-from models import MODELS
+from models import MODELS, meta_model
 from parallelize.mesh import Degrees, draw_layout
 from parallelize.rules import global_batch_size
 from parallelize.schedules import describe_stages
@@ -18,13 +18,14 @@ def introduce(config: JobConfig, degrees: Degrees, parameters: Sequence[Tensor],
     """describe, and what this rank keeps; with job.print_config the whole job first. batches: as in describe_memory."""
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
     memory = describe_memory(parameters, state_bytes(config.optimizer), batches)
-    return "\n".join([*job, describe(config, degrees, parameters), memory])
+    return "\n".join([*job, describe(config, degrees), memory])
 
 
-def describe(config: JobConfig, degrees: Degrees, parameters: Iterable[Tensor]) -> str:
-    """Lines of text; parameters: those of this rank's stages."""
+def describe(config: JobConfig, degrees: Degrees) -> str:
+    """Lines of text."""
     model, training = config.model, config.training
-    lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in parameters):,} parameters"]
+    whole = meta_model(model.name, model.flavor).parameters()
+    lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in whole):,} parameters"]
     lines.append(draw_layout(degrees, config.parallelism.pipeline_first))
     if degrees.pp > 1:
         lines.append(describe_stages(config.parallelism, MODELS[model.name][1][model.flavor].n_layers))

@@ -202,7 +202,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 def main(argv: list[str]) -> int:
     """One rank's dry run, printed; returns its exit code."""
     run, meter = rehearse(load_config(argv))
-    what = describe(run.config, run.degrees, run.parameters)
+    what = describe(run.config, run.degrees)
     print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {what}")
     print(report(run, meter))
     return ExitCode.DONE

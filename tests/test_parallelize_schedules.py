@@ -5,7 +5,9 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from components.config import Parallelism
+from components.config import Parallelism, load_config
+from components.describe import describe
+from parallelize.mesh import resolve_degrees
 from parallelize.schedules import (
     SCHEDULES,
     describe_stages,
@@ -15,6 +17,7 @@ from parallelize.schedules import (
     stages_of_rank,
 )
 from parallelize.timeline import actions, simulate
+from tests.small import RECIPE
 
 ENDS = (("first", 0), ("last", 2))
 
@@ -70,6 +73,11 @@ def test_every_module_is_in_one_stage_and_every_stage_on_one_rank(schedule: str)
     stages = number_of_stages(parallelism, 6)
     held = [stage for rank in range(2) for stage in stages_of_rank(parallelism, rank, stages)]
     assert sorted(held) == list(range(stages))
+
+
+def test_a_pipeline_is_introduced_with_the_parameters_of_all_stages() -> None:
+    config = load_config(["--job.config_file", str(RECIPE), "--parallelism.pipeline_parallel_degree", "2"])
+    assert describe(config, resolve_degrees(config, 2)).startswith("llama debug, 5,245,184 parameters\n")
 
 
 def test_stages_are_described() -> None:
