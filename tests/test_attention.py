@@ -73,9 +73,13 @@ def test_it_is_made_once_a_forward_and_layers_are_compiled_once(documents: bool)
         made.append(visible)
         return wants(visible)
 
+    def refuse(visible: Visible) -> None:
+        raise AssertionError("made anew in a layer")
+
     model, auto = Llama(FLAVORS["tiny"]), KERNELS["auto"]
-    model.visibility.kernel = Kernel(auto.attend, partial(count, auto.wants))
+    model.visibility.kernel, of_layers = Kernel(auto.attend, partial(count, auto.wants)), Kernel(auto.attend, refuse)
     for layer in model.layers.children():
+        layer.attention.core.kernel = of_layers
         layer.forward = torch.compile(layer.forward, backend=compiled, fullgraph=True)
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     tokens = torch.arange(24).view(2, 12)
