@@ -78,6 +78,7 @@ def test_it_is_made_once_a_forward_and_layers_are_compiled_once(documents: bool)
 
     model, auto = Llama(FLAVORS["tiny"]), KERNELS["auto"]
     model.visibility.kernel, of_layers = Kernel(auto.attend, partial(count, auto.wants)), Kernel(auto.attend, refuse)
+    layer: Any
     for layer in model.layers.children():
         layer.attention.core.kernel = of_layers
         layer.forward = torch.compile(layer.forward, backend=compiled, fullgraph=True)
