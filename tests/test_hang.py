@@ -32,12 +32,13 @@ def hang(folder: Path, run: train.Run) -> None:
     with HangWatch(run.mesh):
         for step in range(3):
             if rank == 1 and step == 1:
+                (folder / "stopped").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
             train.train_step(run, batches, train.valid_tokens(run))
 
 
 def kill_later(folder: Path, ranks: int) -> None:
-    """Rank 1, once the others have ended."""
+    """Rank 1, once the others have ended; notes how long that took."""
     pids = [folder / f"pid {rank}" for rank in range(ranks)]
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and not all(path.exists() and path.read_text() for path in pids):
@@ -45,6 +46,7 @@ def kill_later(folder: Path, ranks: int) -> None:
     numbers = [int(path.read_text()) for path in pids]
     while time.monotonic() < deadline and any(alive(pid) for pid in numbers if pid != numbers[1]):
         time.sleep(0.1)
+    (folder / "seconds").write_text(str(time.time() - (folder / "stopped").stat().st_mtime))
     os.kill(numbers[1], signal.SIGKILL)
 
 
@@ -75,6 +77,7 @@ def test_a_stopped_rank_is_named_with_dimension_and_operation(layout: str, tmp_p
     (failure,) = observe_all([case])
     stopped.join()
     assert str(failure).startswith(f"ranks ended with {[-9 if rank == 1 else 5 for rank in range(ranks)]}")
+    assert float((tmp_path / "seconds").read_text()) < 16, "the timeout and some seconds; torch's own would take 20"
     logs = [(tmp_path / f"rank {rank}").read_text() for rank in range(ranks) if rank != 1]
     for log in logs:
         assert "rank 1 not answering; rank" in log, log
