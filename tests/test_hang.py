@@ -25,11 +25,13 @@ TIMEOUT = 4
 def hang(folder: Path, run: train.Run) -> None:
     """Rank 1 stops in the second step; the others write what they are told."""
     rank = dist.get_rank()
-    set_timeout(TIMEOUT, run.mesh)
+    set_timeout(300, run.mesh)
     (folder / f"pid {rank}").write_text(str(os.getpid()))
     sys.stderr = (folder / f"rank {rank}").open("w")  # what ends in a log
     batches = train.local_batches(run)
     with HangWatch(run.mesh):
+        time.sleep(0.5)
+        set_timeout(TIMEOUT, run.mesh)  # as after the first step
         for step in range(3):
             if rank == 1 and step == 1:
                 (folder / "stopped").touch()

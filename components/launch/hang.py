@@ -136,8 +136,11 @@ class HangWatch:
         thread ends its rank.
         """
         clock = getattr(time, "pthread_getcpuclockid", None)  # macOS lacks it, and this watch
-        used = 0.0
-        while not self.ended.wait(min(self.timeout / 6, 10)):
+        used, looked = 0.0, 0.0
+        while not self.ended.wait(min(self.timeout / 6, 1)):
+            if time.monotonic() - looked < min(self.timeout / 6, 10):  # which is short once the first step is done
+                continue
+            looked = time.monotonic()
             self.snapshots = [*self.snapshots[-1:], self._recorded()]
             used_before, used = used, time.clock_gettime(clock(self.main)) if clock else time.monotonic()
             # A stage that is only slow lets its peers go on with each micro-batch: they use more than a millisecond.
