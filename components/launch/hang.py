@@ -136,7 +136,7 @@ class HangWatch:
         thread ends its rank.
         """
         clock = getattr(time, "pthread_getcpuclockid", None)  # macOS lacks it, and this watch
-        used, looked = 0.0, 0.0
+        used = looked = now = 0.0
         while not self.ended.wait(min(self.timeout / 6, 1)):
             if time.monotonic() - looked < min(self.timeout / 6, 10):  # which is short once the first step is done
                 continue
@@ -145,9 +145,10 @@ class HangWatch:
             used_before, used = used, time.clock_gettime(clock(self.main)) if clock else time.monotonic()
             # A stage that is only slow lets its peers go on with each micro-batch: they use more than a millisecond.
             waiting = used - used_before < 1e-3 and self._in_pipeline()
+            before, now = now, time.time()
             if not waiting or self.in_pipeline_since is None:
-                self.in_pipeline_since = time.time() if waiting else None
-            elif time.time() - self.in_pipeline_since > self.timeout:
+                self.in_pipeline_since = before if waiting else None
+            elif now - self.in_pipeline_since > self.timeout:
                 _end(self.explain(timed_out=True))
 
     def _in_pipeline(self) -> bool:
