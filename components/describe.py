@@ -22,7 +22,7 @@ def introduce(config: JobConfig, degrees: Degrees, parameters: Sequence[Tensor],
 
 
 def describe(config: JobConfig, degrees: Degrees) -> str:
-    """Lines of text."""
+    """Lines about the whole model, the layout, its stages, the batch and the rate."""
     model, training = config.model, config.training
     whole = meta_model(model.name, model.flavor).parameters()
     lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in whole):,} parameters"]

@@ -9,7 +9,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import random
 import sys
 import time
@@ -243,7 +242,7 @@ def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 160) -> lis
         drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for _ in range(tries))
         worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
         few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
-        few.sort(key=lambda each: -len(worth[each]) / math.sqrt(each.ranks * (4 + each.passes)))
+        few.sort(key=lambda each: -len(worth[each]) / (each.ranks * (4 + each.passes)) ** 0.5)
         best = next((each for each in few if not each.refusal()), None)
         if best:
             chosen.append(best)
@@ -273,12 +272,12 @@ class Result:
 
 
 @functools.cache
-def one_process(run: tuple[str, ...], steps: int) -> Observation:
-    return observe(*run, valid_labels=LABELS, steps=steps)
+def one_process(run: tuple[str, ...]) -> Observation:
+    return observe(*run, valid_labels=LABELS)
 
 
-def measure(layouts: Iterable[Layout], steps: int = 3) -> Iterator[Result]:
-    """Run so many steps of every layout that no rule refuses.
+def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
+    """Run every layout that no rule refuses.
 
     Layouts of one mesh come one after another: they share DTensor's caches of that mesh.
     """
@@ -289,12 +288,12 @@ def measure(layouts: Iterable[Layout], steps: int = 3) -> Iterator[Result]:
         else:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
-    cases = [Case(overrides=each.overrides(), ranks=each.ranks, steps=steps, valid_labels=LABELS) for each in accepted]
+    cases = [Case(overrides=each.overrides(), ranks=each.ranks, valid_labels=LABELS) for each in accepted]
     for each, observed in zip(accepted, observe_all(cases), strict=True):
         if isinstance(observed, RuntimeError):
             yield Result(each, "", str(observed), {}, 0.0)
         else:
-            yield Result(each, "", "", figures(observed, one_process(each.run(), steps)), observed.seconds)
+            yield Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)
 
 
 def main(argv: list[str]) -> int:
@@ -330,13 +329,9 @@ def main(argv: list[str]) -> int:
                 line += f"\n    {result.error or result.broken}"
             rest = (time.perf_counter() - started) / number * (len(chosen) - number)
             print(f"{number:5}/{len(chosen)} eta {rest / 60:3.0f}m  {line}", flush=True)
-            record: dict[str, Any] = {"layout": dict(result.layout.cell), "ranks": result.layout.ranks}
-            record |= {
-                "code": composition.code(),
-                "verdict": result.verdict,
-                "figures": result.figures,
-                "refusal": result.refusal,
-            }
+            cell, ranks = dict(result.layout.cell), result.layout.ranks
+            record: dict[str, Any] = {"layout": cell, "ranks": ranks, "code": composition.code()}
+            record |= {"verdict": result.verdict, "figures": result.figures, "refusal": result.refusal}
             print(json.dumps(record | {"seconds": round(result.seconds, 2)}), file=file, flush=True)
     print(f"{counts} in {time.perf_counter() - started:.0f} s")
     if options.all:

@@ -21,8 +21,8 @@ SPREAD: list[Layout] = [*sorted(spread(most_ranks=4), key=lambda each: each.rank
 
 @functools.cache
 def results(ranks: int) -> dict[Layout, Result]:
-    """Layouts of as many ranks share processes. The second step has moments; more steps say no more."""
-    return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks], steps=2)}
+    """Layouts of as many ranks share processes."""
+    return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks])}
 
 
 @pytest.mark.parametrize("each", SPREAD, ids=str)
