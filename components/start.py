@@ -15,12 +15,14 @@ from pathlib import Path
 
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.launch.exit_codes import ExitCode
+from components.launch.process import preload
 from components.launch.settings import Settings, gpus, read_settings, wrong
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
-TRAIN = ROOT / "train.py"
+RANK = "components.rank:run"
+"""What each rank does, as "module:function"."""
 
 _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
@@ -63,7 +65,11 @@ def main(argv: list[str]) -> int:
         return run_alone("components.check", [word for word in argv if word != "--check"], {})
     try:
         argv = with_recipe(argv)
-        config, settings = check(argv, os.environ)
+        config, settings = check_job(argv, os.environ)
+        if config.comm.mode != "fake_backend":
+            # Meanwhile this process imports torch too, for the model's sizes.
+            preload([RANK.partition(":")[0]], settings.threads)
+        check_model(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         for warning in warnings(config, degrees, settings.ranks):
             print(f"warning: {warning}", file=sys.stderr)
@@ -74,7 +80,7 @@ def main(argv: list[str]) -> int:
 
         end_at_signals("before ranks were started")
         prepare_all(config)
-        return start(config, settings, [sys.executable, str(TRAIN), *argv])
+        return start(config, settings, RANK, argv)
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
         return ExitCode.CONFIG
@@ -91,17 +97,27 @@ def with_recipe(argv: list[str]) -> list[str]:
 
 def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
     """The job, and how ranks are started. Writes nothing. Raises ConfigError."""
+    config, settings = check_job(argv, environment)
+    check_model(config, settings)
+    return config, settings
+
+
+def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
+    """All of check that needs no model, and so without GPUs no torch."""
     config = load_config(argv)
     settings = read_settings(config, environment)
-    degrees = resolve_degrees(config, settings.world_size)
-    fake = config.comm.mode == "fake_backend"
-    if not fake:
+    resolve_degrees(config, settings.world_size)
+    if config.comm.mode != "fake_backend":
         check_devices(config, settings, environment)
         check_folders(config)
-    check_layout(config, degrees)  # last, since it imports torch for the model's sizes
-    if not fake:
-        check_initial_weights(config)
     return config, settings
+
+
+def check_model(config: JobConfig, settings: Settings) -> None:
+    """The rest of check."""
+    check_layout(config, resolve_degrees(config, settings.world_size))
+    if config.comm.mode != "fake_backend":
+        check_initial_weights(config)
 
 
 def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
@@ -141,8 +157,11 @@ def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int
     return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": path}).returncode
 
 
-def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
-    """Run command on every rank, with logs in the dump folder. Raises ConfigError if that cannot be made."""
+def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:
+    """Run main ("module:function") of argv on every rank, with logs in the dump folder.
+
+    Raises ConfigError if that cannot be made.
+    """
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     logs = Path(config.job.dump_folder) / "logs" / now
     try:
@@ -151,7 +170,7 @@ def start(config: JobConfig, settings: Settings, command: list[str]) -> int:
         raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
     from components.launch.ranks import run_ranks
 
-    return run_ranks(command, settings, logs)
+    return run_ranks(main, argv, settings, logs)
 
 
 def check_folders(config: JobConfig) -> None:

@@ -17,7 +17,8 @@ START = """
 import os, sys
 from components import start
 config, settings = start.check(sys.argv[2:], os.environ)
-sys.exit(start.start(config, settings, [sys.executable, *sys.argv[1:]]))
+start.preload([], settings.threads)
+sys.exit(start.start(config, settings, 'tests.script:run', sys.argv[1:]))
 """
 
 

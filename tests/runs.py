@@ -40,7 +40,7 @@ class Whole:
 
     def ranks(self) -> list[int]:
         """Process ids of the ranks, in order."""
-        return children(self.process.pid)
+        return [rank for server in children(self.process.pid) for rank in children(server)]
 
     def wait_for_step(self, step: int, seconds: float = 600) -> None:
         self.wait_until(lambda: last_step(self.folder) >= step, seconds)
@@ -65,6 +65,11 @@ class Whole:
             except ProcessLookupError:
                 continue
         self.process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """Ranks, their loader workers, and the process that ranks are forked from."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
 
 
 def children(pid: int) -> list[int]:
@@ -97,19 +102,17 @@ def content(folder: Path, step: int) -> dict:
     return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())
 
 
-def main() -> None:
-    """The launcher, or one of its ranks. FAULT is run before: it may change the modules that it names."""
-    from components import start
+def run_rank(argv: list[str]) -> None:
+    """One of its ranks. FAULT is run before: it may change the modules that it names."""
+    import train
+    from components.launch.ending import run_to_exit
 
-    if "RANK" in os.environ:
-        import train
-        from components.launch.ending import run_to_exit
-
-        exec(os.environ["FAULT"], {"train": train, "rank": int(os.environ["RANK"])})
-        run_to_exit(train.main, sys.argv[1:])
-    vars(start)["TRAIN"] = SCRIPT
-    sys.exit(start.main(sys.argv[1:]))
+    exec(os.environ["FAULT"], {"train": train, "rank": int(os.environ["RANK"])})
+    run_to_exit(train.main, argv)
 
 
 if __name__ == "__main__":
-    main()
+    from components import start
+
+    vars(start)["RANK"] = "tests.runs:run_rank"
+    sys.exit(start.main(sys.argv[1:]))

@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.describe": ("components.config", "components.optimizer", "models", "parallelize"),
     "components.generate": ("components", "models", "parallelize"),
     "train": ("components", "models", "parallelize"),
+    "components.rank": ("components.launch", "train"),
     "components.dry_run": ("components", "models", "parallelize", "train"),
     "components.start": ("components", "models", "parallelize"),
     "components.check": ("components", "models", "parallelize"),

@@ -31,6 +31,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
             pass
         rank, size = dist.get_rank(), dist.get_world_size()
         print(f"rank {rank} of {size}", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"])
+        print(os.environ["PYTORCH_ALLOC_CONF"])
         print("progress 1\\rprogress 2")
         print("\\x1b[31mto stderr\\x1b[0m", file=sys.stderr)
         dist.barrier()
@@ -44,17 +45,23 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
     assert code == 0, err
     said = "rank {} of 2 ['--job.description', 'two words'] threads " + f"{threads}\n"
     # The console shows rank 0 as it is, the logs all without colours.
-    assert out == said.format(0) + "progress 1\rprogress 2\n".replace("\r", "\n"), "universal newlines read \\r as \\n"
+    memory = "expandable_segments:True"
+    # Universal newlines read \r as \n.
+    assert out == said.format(0) + f"{memory}\nprogress 1\nprogress 2\n"
     assert err == "\x1b[31mto stderr\x1b[0m\n"
     for rank in (0, 1):
         assert sorted(launched.log(rank).splitlines()) == sorted(
-            [said.format(rank).strip(), "progress 1", "progress 2", "to stderr"]
+            [said.format(rank).strip(), memory, "progress 1", "progress 2", "to stderr"]
         )
 
 
 def test_log_rank_chooses_what_is_shown(begin: Start) -> None:
-    script = 'import os; print("hello\\nfrom " + os.environ["RANK"], end="")'
-    _, out, _ = begin(script, NGPU="3", LOG_RANK="0,2").end()
+    script = """
+        import os
+        assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would be stronger than what the user has set"
+        print("hello\\nfrom " + os.environ["RANK"], end="")
+    """
+    _, out, _ = begin(script, NGPU="3", LOG_RANK="0,2", PYTORCH_CUDA_ALLOC_CONF="backend:native").end()
     assert sorted(out.splitlines()) == ["[rank 0] from 0", "[rank 0] hello", "[rank 2] from 2", "[rank 2] hello"]
 
 
@@ -139,6 +146,24 @@ def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
     assert "rank 1 was killed by SIGKILL" in err
     assert "starting all ranks again" in err
     assert out.splitlines()[-1] == "attempt 1"
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_ranks_whose_fork_server_died_are_lost(restarts: int, begin: Start) -> None:
+    script = """
+        import os, time
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            print(os.getpid(), os.getppid(), "ready", flush=True)
+            time.sleep(60)
+    """
+    launched = begin(script, NGPU="1", MAX_RESTARTS=str(restarts))
+    launched.wait_for("ready")
+    rank, server = (int(pid) for pid in launched.log(0).split()[:2])
+    os.kill(server, signal.SIGKILL)
+    code, _, err = launched.end()
+    assert code == (0 if restarts else ExitCode.LOST_RANK), err
+    assert "rank 0 was killed by SIGKILL; its log: " in err
+    assert not alive(rank)
 
 
 # Two nodes on one machine

@@ -19,7 +19,7 @@ from tests import checkpoints
 from tests.harness import observe
 from tests.launches import alive
 from tests.processes import wait_until
-from tests.runs import RUN, Whole, children, content, rows, steps_saved
+from tests.runs import RUN, Whole, content, descendants, rows, steps_saved
 
 # Step 6 loses rank 1 on the first try. The validation after it then takes 0.2 s a batch, of 30 batches.
 LOSES_A_RANK_THEN_VALIDATES_SLOWLY = """
@@ -77,9 +77,8 @@ def test_a_run_that_is_killed_stopped_and_orphaned_ends_as_the_unbroken_run(tmp_
         lost_at = time.monotonic()
         first.wait_until((folder / "batches_0").exists)
         restart_seconds = time.monotonic() - lost_at
-        ranks = first.ranks()
-        everybody = [first.process.pid, *ranks, *(pid for rank in ranks for pid in children(rank))]
-        assert len(everybody) > 5, "the launcher, two ranks, and their loader workers"
+        everybody = [first.process.pid, *descendants(first.process.pid)]
+        assert len(everybody) > 6, "the launcher, the process that ranks are forked from, ranks, and loader workers"
         for pid in everybody:
             os.kill(pid, signal.SIGTERM)
         code, output = first.end()
@@ -217,7 +216,7 @@ def test_a_signal_after_that_ends_the_rank_unsaved_and_says_so() -> None:
 
 def loses_its_launcher(folder: Path) -> int:
     reader, launcher = os.pipe()
-    os.environ |= orphan.variables(reader, str(folder / "rank.log"), 5)
+    os.environ |= orphan.variables(str(folder / "rank.log"), 5) | {orphan.LAUNCHER_PIPE: str(reader)}
     heard, printed = os.pipe()
     os.dup2(printed, 1)
     os.close(printed)
@@ -240,7 +239,7 @@ def test_a_rank_whose_launcher_is_gone_stops_and_prints_to_its_log(tmp_path: Pat
 
 def hangs_without_a_launcher() -> None:
     reader, launcher = os.pipe()
-    os.environ |= orphan.variables(reader, os.devnull, 0.3)
+    os.environ |= orphan.variables(os.devnull, 0.3) | {orphan.LAUNCHER_PIPE: str(reader)}
     with StopSignal().saving():
         os.close(launcher)
         time.sleep(10)

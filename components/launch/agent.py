@@ -36,8 +36,8 @@ def run_agent(ranks: Ranks, settings: Settings) -> None:
             role="trainer",
             local_world_size=settings.ranks,
             rdzv_handler=meeting,
-            entrypoint=ranks.command[0],
-            args=tuple(ranks.command[1:]),
+            entrypoint=ranks.main,
+            args=tuple(ranks.argv),
             max_restarts=settings.restarts,
         )
         try:

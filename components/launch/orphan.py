@@ -9,17 +9,18 @@ import os
 import sys
 from typing import Any, TextIO
 
-_PIPE, _LOG, _GRACE = "MESHWRIGHT_LAUNCHER_PIPE", "MESHWRIGHT_RANK_LOG", "MESHWRIGHT_GRACE_SECONDS"
+LAUNCHER_PIPE = "MESHWRIGHT_LAUNCHER_PIPE"
+_LOG, _GRACE = "MESHWRIGHT_RANK_LOG", "MESHWRIGHT_GRACE_SECONDS"
 
 
-def variables(pipe: int, log: str, grace_seconds: float) -> dict[str, str]:
-    """The environment of a rank: the end of the pipe that it inherits, its log, and the time that it has for saving."""
-    return {_PIPE: str(pipe), _LOG: os.path.abspath(log), _GRACE: str(grace_seconds)}
+def variables(log: str, grace_seconds: float) -> dict[str, str]:
+    """The environment of a rank, beside LAUNCHER_PIPE: its log, and the time that it has for saving."""
+    return {_LOG: os.path.abspath(log), _GRACE: str(grace_seconds)}
 
 
 def launcher_pipe() -> int | None:
     """The descriptor that can be read when the launcher is gone; None in a process that no launcher started."""
-    return int(os.environ[_PIPE]) if _PIPE in os.environ else None
+    return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
 def grace_seconds() -> float:

@@ -2,20 +2,43 @@
 
 import contextlib
 import math
+import multiprocessing
 import os
+import pkgutil
 import re
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
-from components.launch.orphan import variables
+from components.launch.orphan import LAUNCHER_PIPE, variables
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
 _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that fork_server.py blocks, and ranks do not."""
+_FORKS = multiprocessing.get_context("forkserver")
+_SERVER_DIED = 255
+"""multiprocessing's exit code of a process whose server has died: nobody knows its own, and it may still run."""
+
+
+def preload(modules: list[str], threads: int) -> None:
+    """Start to import modules in the process that ranks will be forks of; does not wait for it.
+
+    threads: of each rank. OpenMP reads their number when torch is imported.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # a GPU's memory in fewer pieces
+    _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
+    forkserver.ensure_running()
 
 
 class RankProcess:
@@ -24,14 +47,17 @@ class RankProcess:
     def __init__(
         self,
         number: int,
-        command: list[str],
+        main: str,
+        argv: list[str],
         environment: dict[str, str],
         log: Path,
         prefix: bytes | None,
-        pipe: int,
+        pipe: Connection,
         grace_seconds: float,
     ) -> None:
-        """pipe: what the rank reads the launcher's end from, and has grace_seconds then."""
+        """main: a function of argv, as "module:function". pipe: tells that the launcher has ended; then the rank
+        has grace_seconds. Comes after preload.
+        """
         self.number = number
         self.log = log
         self.shown = prefix is not None
@@ -40,34 +66,48 @@ class RankProcess:
         self.end_time = math.inf
         self.killed = False
         """Whether the launcher killed it."""
-        self.process = subprocess.Popen(
-            command,
-            env=environment | variables(pipe, str(log), grace_seconds),
-            pass_fds=[pipe],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+        pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
+        more = variables(str(log), grace_seconds)
+        self.process = _FORKS.Process(
+            target=_be_rank, args=(main, argv, environment | more, pipe, *(output for _, output in pipes))
         )
+        self.process.start()
         file = log.open("ab", buffering=0)
         self._outputs = [
             threading.Thread(target=_copy, args=(stream, file, console, prefix), daemon=True)
-            for stream, console in ((self.process.stdout, 1), (self.process.stderr, 2))
+            for (stream, _), console in zip(pipes, (1, 2), strict=True)
         ]
         for thread in (*self._outputs, threading.Thread(target=self._wait, daemon=True)):
             thread.start()
+        for _, output in pipes:
+            output.close()
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
 
     def _wait(self) -> None:
         """Runs in a thread for each rank, so that the first rank to end is known."""
-        code = self.process.wait()
+        self.process.join()
         self.end_time = time.monotonic()
-        self.code = code
+        if self.process.exitcode == _SERVER_DIED:
+            self.kill()
+            self.killed, self.code = False, -signal.SIGKILL
+        else:
+            self.code = self.process.exitcode
+
+    def signal(self, number: int) -> None:
+        if self.code is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process with its children, even if it has already ended."""
         self.killed = self.killed or self.code is None
+        self.signal(signal.SIGKILL)  # it may not have its own group yet
         with contextlib.suppress(OSError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
 
     def finish_output(self) -> None:
         """Wait for the last output, but not for children that keep the pipe open."""
@@ -75,7 +115,21 @@ class RankProcess:
             thread.join(timeout=1)
 
 
-def _copy(stream: IO[bytes], file: IO[bytes], console: int, prefix: bytes | None) -> None:
+def _be_rank(
+    main: str, argv: list[str], environment: dict[str, str], pipe: Connection, out: Connection, err: Connection
+) -> None:
+    """Runs in a fork of the fork server."""
+    os.setsid()
+    for descriptor, output in ((1, out), (2, err)):
+        os.dup2(output.fileno(), descriptor)
+        output.close()
+    os.environ.clear()
+    os.environ |= environment | {LAUNCHER_PIPE: str(pipe.fileno())}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_THE_SERVER)
+    pkgutil.resolve_name(main)(argv)
+
+
+def _copy(stream: Connection, file: IO[bytes], console: int, prefix: bytes | None) -> None:
     """Copy to the console as it comes (unless prefix is None), and to the file in whole lines, as two streams share it.
 
     Reads on even if neither can be written: a rank waits for its reader.

@@ -5,8 +5,8 @@ agent.py starts them again; process.py is one of them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -28,15 +28,17 @@ _FAILURE_GRACE_SECONDS = 3.0
 """Time for ranks to report and end after one has failed: peers of a dead rank may wait for it forever."""
 
 
-def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
-    """Run command on every rank of this node until all have ended; returns the exit code.
+def run_ranks(main: str, argv: list[str], settings: Settings, logs: Path) -> int:
+    """Run main ("module:function") of argv on every rank of this node until all have ended; returns the exit code.
+
+    Comes after preload.
 
     Output goes to logs/rank_N.log. The main thread waits for signals and another thread runs the agent, so signals are
     handled at once even while nodes wait for each other inside a library call.
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent logs each step; failures are reported below
-    ranks = Ranks(command, settings, logs)
+    ranks = Ranks(main, argv, settings, logs)
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
         signal.signal(number, ranks.on_signal)
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup
@@ -52,8 +54,8 @@ def run_ranks(command: list[str], settings: Settings, logs: Path) -> int:
 class Ranks:
     """The ranks of this node, from start to exit code. Signals come in the main thread, other calls in the agent's."""
 
-    def __init__(self, command: list[str], settings: Settings, logs: Path) -> None:
-        self.command = command
+    def __init__(self, main: str, argv: list[str], settings: Settings, logs: Path) -> None:
+        self.main, self.argv = main, argv
         self.error: Exception | None = None
         """The agent's own failure."""
         self._settings = settings
@@ -62,27 +64,27 @@ class Ranks:
         self.meeting = True
         """Whether there are no ranks: the agent waits for other nodes, at the start or after a failure."""
         self._request = StopRequest()
-        self._pipe, _ = os.pipe()  # the other end is this process's alone, and closed when it ends
+        self._pipe, self._own_end = multiprocessing.Pipe(duplex=False)  # closed when this process ends, however it does
 
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
         """Start a rank for each entry with its environment variables; returns process ids."""
         environment = {
-            "OMP_NUM_THREADS": str(self._settings.threads),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
             **os.environ,
-            "PYTHONUNBUFFERED": "1",
         }
         self._ranks, self.meeting = [], False
         for number, more in variables.items():
             rank_environment = environment | {name: str(value) for name, value in more.items()}
             log = self._logs / f"rank_{number}.log"
             grace = self._settings.shutdown_seconds
-            rank = RankProcess(number, self.command, rank_environment, log, self._prefix(number), self._pipe, grace)
+            rank = RankProcess(
+                number, self.main, self.argv, rank_environment, log, self._prefix(number), self._pipe, grace
+            )
             self._ranks.append(rank)
         if self._request.number:  # the signal came while ranks were started
             self._pass_on()
-        return {rank.number: rank.process.pid for rank in self._ranks}
+        return {rank.number: rank.pid for rank in self._ranks}
 
     def running(self) -> bool:
         """Whether any rank is alive. Ranks past their deadline are killed."""
@@ -187,8 +189,7 @@ class Ranks:
     def _pass_on(self) -> None:
         """Signal the ranks alone: loader workers must live until their ranks have saved."""
         for rank in self._ranks:
-            with contextlib.suppress(OSError):
-                rank.process.send_signal(self._request.number)
+            rank.signal(self._request.number)
 
     def _prefix(self, number: int) -> bytes | None:
         """The prefix of each line on the console; None keeps the rank off the console."""

@@ -7,7 +7,7 @@ import time
 
 from components.config import ROOT
 
-MARKS = {"parameters on": "ranks start, import torch, meet; data, model, weights", "step   1/": "the first step"}
+MARKS = {"a rank keeps": "ranks start, import torch, meet; data, model, weights", "step   1/": "the first step"}
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ DISTURB="order 1" python disturbed.py --table.key value ...   as ./run_train.sh,
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,16 +59,13 @@ def disturb(kind: str, seed: int) -> None:
         raise ValueError(f"{kind}: expected order or ulp")
 
 
-def main(argv: list[str]) -> int:
+def run_rank(argv: list[str]) -> None:
     """One rank of the disturbed run."""
     kind, seed = os.environ["DISTURB"].split()
     disturb(kind, int(seed))
-    return train.main(argv)
+    run_to_exit(train.main, argv)
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        run_to_exit(main, sys.argv[1:])
-    else:
-        vars(start)["TRAIN"] = Path(__file__)
-        sys.exit(start.main(sys.argv[1:]))
+    vars(start)["RANK"] = "tests.convergence.disturbed:run_rank"
+    sys.exit(start.main(sys.argv[1:]))

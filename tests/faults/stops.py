@@ -17,7 +17,7 @@ from components.config import ROOT
 from tests.benchmarks import exits
 from tests.harness import observe
 from tests.processes import wait_until
-from tests.runs import RUN, Whole, children, content, last_step, steps_saved
+from tests.runs import RUN, Whole, content, descendants, last_step, steps_saved
 
 # Writes where rank 0 is: attempt, place, step. Every place lasts long enough to be hit.
 PACED = """
@@ -71,8 +71,7 @@ def campaign_sigterm(stops: float = 30) -> list[str]:
     def stop(whole: Whole, number: int) -> dict[str, Any]:
         place = places[number % len(places)]
         _wait_for(whole, place, random.randint(1, 6))
-        ranks = whole.ranks()
-        for pid in [whole.process.pid, *ranks, *(pid for rank in ranks for pid in children(rank))]:
+        for pid in [whole.process.pid, *descendants(whole.process.pid)]:
             os.kill(pid, signal.SIGTERM)
         code, output = whole.end()
         reached, saved = last_step(whole.folder), [0, *steps_saved(whole.folder)][-1]
