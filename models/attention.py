@@ -70,23 +70,61 @@ def _dense_unless_causal(visible: Visible) -> Tensor | None:
     return None if visible.is_causal else visible.dense()
 
 
+class _ByBlocks(torch.autograd.Function):
+    """Matrix products and a softmax for a block of queries at a time, with the keys up to the last of them alone.
+
+    Half of the products and of the softmax are never computed. Query heads that share a key head are stacked, so that
+    keys and values need no copies; probabilities are kept for backward.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        (heads, queries, size), (groups, keys) = q.shape[1:], k.shape[1:3]
+        q = (q * size**-0.5).reshape(-1, heads // groups, queries, size)
+        k, v = k.reshape(-1, keys, size), v.reshape(-1, keys, size)
+        out, kept = torch.empty_like(q), []
+        for start in range(0, queries, _QUERIES):
+            rows = slice(start, start + _QUERIES)
+            block = q[:, :, rows].flatten(1, 2)
+            count = min(start + _QUERIES, queries)
+            scores = block @ k[:, : keys - queries + count].transpose(1, 2)
+            shaped = scores.view(-1, groups, heads // groups, count - start, scores.shape[2])
+            if mask is None:
+                hidden = torch.full((count - start,) * 2, -math.inf, dtype=q.dtype, device=q.device).triu_(1)
+                shaped[..., start:] += hidden
+            else:
+                shaped.masked_fill_(~mask[:, :, None, rows, : scores.shape[2]], -math.inf)
+            weights = scores.softmax(dim=-1)
+            out[:, :, rows] = (weights @ v[:, : scores.shape[2]]).view_as(q[:, :, rows])
+            kept += [block, weights]
+        ctx.save_for_backward(k, v, *kept)
+        return out.view(-1, heads, queries, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        k, v, *kept = ctx.saved_tensors
+        batch, heads, queries, size = gradient.shape
+        gradient = gradient.reshape(len(k), -1, queries, size)
+        of_q = torch.empty_like(gradient)
+        of_k, of_v = (torch.zeros(k.shape, device=k.device) for _ in range(2))  # sums over blocks in float32
+        for number, (block, weights) in enumerate(zip(kept[::2], kept[1::2])):
+            rows, seen = slice(number * _QUERIES, (number + 1) * _QUERIES), slice(weights.shape[2])
+            own = gradient[:, :, rows].flatten(1, 2)
+            of_scores = torch._softmax_backward_data(own @ v[:, seen].transpose(1, 2), weights, -1, weights.dtype)
+            of_q[:, :, rows] = (of_scores @ k[:, seen]).view_as(of_q[:, :, rows])
+            of_k[:, seen] += of_scores.transpose(1, 2) @ block
+            of_v[:, seen] += weights.transpose(1, 2) @ own
+        shape = (batch, -1, k.shape[1], size)
+        of_q = of_q.view(batch, heads, queries, size) * size**-0.5
+        return of_q, of_k.to(k.dtype).view(shape), of_v.to(v.dtype).view(shape), None
+
+
+_QUERIES = 64
+
+
 def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """Two matrix products and a softmax."""
-    batch, heads, queries, size = q.shape
-    groups, keys = k.shape[1:3]
-    if visible.made is None:
-        hidden = torch.full((1, 1, queries, keys), -math.inf, dtype=q.dtype, device=q.device).triu_(1)
-    else:
-        hidden = torch.where(visible.made, 0.0, -math.inf).to(q.dtype)
-    # Query heads that share a key head are stacked, so that keys and values need no copies.
-    q = q.reshape(batch * groups, -1, size)
-    k, v = k.reshape(batch * groups, keys, size), v.reshape(batch * groups, keys, size)
-    if hidden.shape[0] == 1:
-        hidden = hidden[0].repeat(1, heads // groups, 1)
-    else:
-        hidden = hidden.repeat(1, groups, heads // groups, 1).flatten(0, 1)
-    scores = torch.baddbmm(hidden, q, k.transpose(1, 2), alpha=size**-0.5)
-    return (scores.softmax(dim=-1) @ v).view(batch, heads, queries, size)
+    """Matrix products and a softmax."""
+    return _ByBlocks.apply(q, k, v, visible.made)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
@@ -101,7 +139,7 @@ def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     return (_plain if short else _sdpa)(q, k, v, visible)
 
 
-# On CPU two products and a softmax beat the fused kernel at short sequences (tests/benchmarks/attention.py).
+# On CPU blocks are quicker than the fused kernel (tests/benchmarks/attention.py), but keep half of the probabilities.
 _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
 

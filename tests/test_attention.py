@@ -11,6 +11,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import checkpoint
 
 import train
+from models import attention
 from models.attention import KERNELS, AttentionCore, Kernel, Visibility, Visible
 from models.llama import FLAVORS, Llama
 from parallelize.groups import gather
@@ -56,13 +57,25 @@ def test_a_part_is_rows_of_the_whole_without_the_keys_that_none_of_them_sees() -
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", SEEN)
-def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str) -> None:
+def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And its gradients; the plain one by blocks of five queries and what is left over."""
+    monkeypatch.setattr(attention, "_QUERIES", 5)
     torch.manual_seed(0)
     visible = KERNELS[kernel].prepare(SEEN[name])
-    q, k, v = torch.randn(2, 4, visible.queries, 8), *torch.randn(2, 2, 2, visible.keys, 8)
-    logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
-    right = logits.masked_fill(~visible.dense(), -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
-    assert torch.allclose(KERNELS[kernel].attend(q, k, v, visible), right, atol=1e-6)
+    given = [torch.randn(2, heads, length, 8) for heads, length in ((4, visible.queries), *[(2, visible.keys)] * 2)]
+    gradient = torch.randn_like(given[0])
+
+    def right(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+        return logits.masked_fill(~visible.dense(), -torch.inf).softmax(-1) @ v.repeat_interleave(2, 1)
+
+    found = []
+    for attend in (right, lambda q, k, v: KERNELS[kernel].attend(q, k, v, visible)):
+        inputs = [tensor.clone().requires_grad_() for tensor in given]
+        out = attend(*inputs)
+        out.backward(gradient)
+        found.append([out, *(tensor.grad for tensor in inputs)])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found))
 
 
 @pytest.mark.parametrize("documents", [False, True])
