@@ -8,24 +8,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from components.config import Parallelism, Training
+from parallelize.precision import compute_in
 
 
 def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
     """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
-    One rank is wrapped only for offloading and for bfloat16, which then means the same at every degree.
+    One rank gathers and reduces nothing: it is wrapped for offloading, in a pipeline's stage, whose micro-batches share
+    the conversion to bfloat16, and with reshard "always", which keeps no layer in bfloat16 from forward to backward.
     """
     precision = getattr(torch, training.mixed_precision_param)
-    if shards.size() == 1 and precision == torch.float32 and not training.enable_cpu_offload:
-        return
+    reshard = parallelism.fsdp_reshard_after_forward
+    if shards.size() == 1 and not training.enable_cpu_offload:
+        if precision == torch.float32:
+            return
+        if reshard != "always" and parallelism.pipeline_parallel_degree == 1:
+            compute_in(model, precision)
+            return
     # Inputs are not cast: the hidden state has the right type, token ids and rotary angles have to keep theirs.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
     )
     on_cuda = shards.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
-    reshard = parallelism.fsdp_reshard_after_forward
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
         reshard = "never"  # otherwise each micro-batch of the pipeline would gather all weights again
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)

@@ -1,0 +1,31 @@
+"""Mixed precision on one rank, where there is nothing to gather and to reduce."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Let every module compute with copies of its parameters in dtype, as FSDP's mixed precision does.
+
+    The parameters, their names and their gradients stay in float32: a gradient is converted before it is added.
+    """
+    for module in model.modules():
+        if names := tuple(name for name, _ in module.named_parameters(recurse=False)):
+            module.__class__ = _class_computing_in(type(module), names, dtype)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _class_computing_in(module_class: Any, names: tuple[str, ...], dtype: torch.dtype) -> Any:
+    """A subclass whose attributes of these names are copies in dtype."""
+
+    def copy_of(name: str) -> property:
+        def converted(module: Any) -> Tensor:
+            parameter: Any = nn.Module.__getattr__(module, name)
+            return parameter.to(dtype)
+
+        return property(converted)
+
+    return type(module_class.__name__, (module_class,), {name: copy_of(name) for name in names})
