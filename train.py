@@ -26,6 +26,7 @@ from components.guards import Guards
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.launch.hang import HangWatch
+from components.launch.memory import keep_freed_memory
 from components.launch.signals import StopSignal
 from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
@@ -308,6 +309,7 @@ def export_weights(run: Run, checkpointer: Checkpointer) -> None:
 def main(argv: list[str]) -> int:
     """One rank from start to end; returns its exit code."""
     stop = StopSignal()
+    keep_freed_memory()
     config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
