@@ -14,8 +14,15 @@ from torch import Tensor
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits (T, V), labels (T,), -100 for none) -> the sum of losses, and its gradient (T, V), both float32."""
 
-_CHUNK_TOKENS = {"cpu": 256, "cuda": 1024}
-"""About a cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy."""
+_CHUNK = {"cpu": (256, 2**22), "cuda": (1024, 2**29)}
+"""By device: the least tokens of a chunk, and the bytes of its logits in float32 where the vocabulary is small. About a
+cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy, since each chunk adds to the weight's gradient."""
+
+
+def chunk_tokens(device_type: str, vocabulary: int) -> int:
+    """Tokens of a chunk, for this rank's part of the vocabulary."""
+    least, size = _CHUNK[device_type]
+    return max(least, size // (4 * vocabulary))
 
 
 def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, loss: CrossEntropy) -> Tensor:
@@ -45,7 +52,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
-        chunk = _CHUNK_TOKENS[hidden.device.type]
+        chunk = chunk_tokens(hidden.device.type, len(weight))
         for start in range(0, hidden.shape[0], chunk):
             rows = slice(start, start + chunk)
             loss_of_chunk, gradient = loss(hidden[rows] @ weight.T, labels[rows])

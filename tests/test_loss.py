@@ -26,7 +26,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("tokens", [1, 7, 16, 40], ids="{} tokens".format)
 def test_chunks_have_the_plain_loss_and_gradients(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pitfall: a loss by chunks that is right while its gradients are not. The last chunk is a part of one."""
-    monkeypatch.setitem(models.loss._CHUNK_TOKENS, "cpu", 16)
+    monkeypatch.setitem(models.loss._CHUNK, "cpu", (16, 0))
     hidden, weight, labels = inputs(tokens)
     found, expected = chunked(hidden, weight, labels), plain(hidden, weight, labels)
     assert error(found, expected) < 1e-6
@@ -37,7 +37,7 @@ def test_chunks_have_the_plain_loss_and_gradients(tokens: int, monkeypatch: pyte
 
 
 def test_bfloat16_gradients_are_no_worse_than_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.loss._CHUNK_TOKENS, "cpu", 16)
+    monkeypatch.setitem(models.loss._CHUNK, "cpu", (16, 0))
     hidden, weight, labels = inputs(200, torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     truth = torch.autograd.grad(F.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), labels.flatten()), exact)
@@ -74,3 +74,9 @@ def test_memory_is_that_of_a_chunk() -> None:
     labels = torch.randint(0, 131_072, (1, 1024))
     whole, by_chunks = (peak_bytes(loss, hidden, weight, labels) for loss in (plain, chunked))
     assert by_chunks < 0.4 * whole
+
+
+def test_a_chunk_is_chosen_by_bytes() -> None:
+    """A GPU's has 1,024 tokens of the whole vocabulary of Llama 3, and as many bytes of a part of it."""
+    assert [models.loss.chunk_tokens("cuda", vocabulary) for vocabulary in (128_256, 16_032)] == [1046, 8371]
+    assert [models.loss.chunk_tokens("cpu", vocabulary) for vocabulary in (128_256, 4096, 1024)] == [256, 256, 1024]

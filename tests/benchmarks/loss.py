@@ -54,7 +54,7 @@ def main() -> None:
                 f"{vocabulary:7} x {dim}, {tokens} tokens, {dtype!s:14}: memory {memory[1] / memory[0]:.2f} x", end=""
             )
             for chunk in (128, 256, 512, 1024):
-                models.loss._CHUNK_TOKENS["cpu"] = chunk
+                models.loss._CHUNK["cpu"] = chunk, 0
                 # In turns, so that both meet the same load.
                 times = [
                     (milliseconds(whole, hidden, weight, labels), milliseconds(chunked, hidden, weight, labels))
@@ -62,7 +62,7 @@ def main() -> None:
                 ]
                 plain, ours = (min(column) for column in zip(*times, strict=True))
                 print(f", {chunk} tokens {ours / plain:.2f} x time", end="")
-            models.loss._CHUNK_TOKENS["cpu"] = 256
+            models.loss._CHUNK["cpu"] = 256, 0
             print(flush=True)
 
 
