@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from components.config import load_config
-from components.metrics import Metrics
+from components.metrics import Metrics, peak_flops
 from components.metrics.__main__ import main
 from components.metrics.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
 
@@ -127,3 +127,8 @@ def test_a_row_that_finds_no_space_is_said_once_and_the_run_goes_on(
 
 def metrics_of(folder: Path) -> Metrics:
     return Metrics(load_config(["--job.dump_folder", str(folder)]), 0, torch.device("cpu"), (1, 1), "1 rank")
+
+
+def test_variants_of_a_gpu_have_their_own_peak_and_unknown_ones_none() -> None:
+    found = {name: peak_flops(f"NVIDIA {name}") for name in ("H200", "H200 NVL", "H100 80GB HBM3", "H100 NVL", "T4")}
+    assert found == {"H200": 989e12, "H200 NVL": 835e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "T4": None}

@@ -25,11 +25,17 @@ PEAK_FLOPS = {
     "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
+    "H200 NVL": 835e12,
     "H200": 989e12,
     "B200": 2250e12,
     "A100": 312e12,
     "L40S": 362e12,
 }
+
+
+def peak_flops(device_name: str) -> float | None:
+    """The first of PEAK_FLOPS whose name is part of the device's."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
 
 
 Row = dict[str, Any]
@@ -45,7 +51,7 @@ class Metrics:
         self.config, self.device, self.flops_per_token = config, device, flops_per_token
         self.folder = Path(config.job.dump_folder)
         self.rank = rank
-        self.peak = next((peak for name, peak in PEAK_FLOPS.items() if name in _device_name(device)), None)
+        self.peak = peak_flops(_device_name(device))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.writers: list[Writer] = []
         self.rows = self.folder / "metrics.jsonl"
