@@ -1,4 +1,4 @@
-"""Tables of dynamics for tests: the runs of one process, a layout's tables, and how they differ."""
+"""Dynamics for tests: the runs of one process, a layout of one of them, and what is wrong in its tables."""
 
 import functools
 from collections.abc import Callable
@@ -6,24 +6,19 @@ from collections.abc import Callable
 from torch import Tensor
 
 import train
-from tests.harness import Case, Observation, observe_all
-
-Tables = dict[str, dict[str, float]]
-BAR = 1e-5
-"""Relative, of every number."""
+from tests.harness import BARS, Case, Observation, Tables, observe_all, table_errors
 
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"
 TP, CP, PP = (f"--parallelism.{axis}_parallel_degree" for axis in ("tensor", "context", "pipeline"))
-METHOD, ROTATE = "--parallelism.context_parallel_method", "--parallelism.context_parallel_rotate_method"
+METHOD = "--parallelism.context_parallel_method"
 UNBALANCED = ("--parallelism.context_parallel_load_balancer", "none")
 NO_SEQUENCE_PARALLEL = ("--parallelism.sequence_parallel", "false")
-SCHEDULE, MICRO = "--parallelism.pipeline_parallel_schedule", "--parallelism.pipeline_parallel_microbatch_size"
+SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 CHECKPOINTED, COMPILED = (
     ("--activation_checkpoint.mode", "full"),
     ("--compile.enable", "--compile.backend", "aot_eager"),
 )
-PER_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 CLIPPED = ("--training.max_norm", "0.1")
 DOCUMENTS = ("--training.document_mask", "true")
 
@@ -46,16 +41,16 @@ RUNS = {
 """Settings of one process. Steps are sampled from the first, but of Llama the second: the first must leave no trace."""
 
 
-def tables_of(run: train.Run) -> tuple[Tables, dict[str, Tensor]]:
-    """And the first global batch: that of one process."""
+def first_batch(run: train.Run) -> dict[str, Tensor]:
+    """The first global batch: that of one process."""
     run.sequences = 0
-    return run.dynamics.tables(), next(train.local_batches(run))
+    return next(train.local_batches(run))
 
 
 def case(kind: str, *layout: str, ranks: int = 1, mutate: Callable[[], None] | None = None) -> Case:
     every = 2 if kind == "llama" else 1
     overrides = (*RUNS[kind], "--metrics.dynamics_freq", str(every), *layout)
-    return Case(overrides, ranks, steps=every, mutate=mutate, at_end=tables_of)
+    return Case(overrides, ranks, steps=every, mutate=mutate, at_end=first_batch)
 
 
 @functools.cache
@@ -65,16 +60,6 @@ def one_process() -> dict[str, Observation]:
     return found  # type: ignore[return-value]
 
 
-def differences(tables: Tables, references: Tables) -> list[str]:
-    """Tables and parts whose numbers differ; or what is there at all, or its order."""
-    shape, wanted = ({table: list(values) for table, values in each.items()} for each in (tables, references))
-    if shape != wanted:
-        return [f"{shape}, not {wanted}"]
-    values = (
-        (table, part, value, references[table][part]) for table in tables for part, value in tables[table].items()
-    )
-    return [
-        f"{table} {part} {one} {other}"
-        for table, part, one, other in values
-        if not abs(one - other) <= BAR * abs(other)
-    ]
+def wrong(tables: Tables, references: Tables) -> list[tuple[str, str]]:
+    """Tables and parts whose numbers differ by more than the bar."""
+    return [name for name, error in table_errors(tables, references).items() if not error <= BARS["dynamics"]]

@@ -44,6 +44,9 @@ from tests.small import RECIPE, SMALL
 
 gc.freeze()
 
+Tables = dict[str, dict[str, float]]
+"""Of dynamics: table -> part of the model -> number."""
+
 
 @dataclass
 class Observation:
@@ -60,6 +63,8 @@ class Observation:
     """Hashes of (tokens, labels) in the order of the global batch, by step."""
     validation_loss: float
     """After the last step; 0 where nothing is validated."""
+    dynamics: Tables = field(default_factory=dict)
+    """The tables of the last step, if it was sampled."""
     extra: Any = None
     """What the case's own function returned on rank 0."""
     seconds: float = 0.0
@@ -115,6 +120,7 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
         "weights": _worst(observed.weights, reference.weights),
         "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
+        "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
     }
 
 
@@ -127,6 +133,7 @@ BARS = {
     "norm among ranks": 0.0,
     "weights": 1e-5,
     "validation loss": 1e-6,
+    "dynamics": 1e-5,
 }
 """How far a layout may be from one process, in float32."""
 
@@ -145,6 +152,19 @@ def _worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> float:
         return float("inf")
     errors = [((values[name] - right).norm() / right.norm()).item() for name, right in references.items()]
     return max(error if error == error else float("inf") for error in errors)
+
+
+def table_errors(tables: Tables, references: Tables) -> dict[tuple[str, str], float]:
+    """(table, part) -> relative error, inf for what is not a number; inf for all if the names or their order differ."""
+    values, wanted = _flat(tables), _flat(references)
+    if list(values) != list(wanted):
+        return dict.fromkeys(values | wanted, float("inf"))
+    errors = {name: abs(value - wanted[name]) / (abs(wanted[name]) or 1e-30) for name, value in values.items()}
+    return {name: error if error == error else float("inf") for name, error in errors.items()}
+
+
+def _flat(tables: Tables) -> dict[tuple[str, str], float]:
+    return {(table, part): value for table, values in tables.items() for part, value in values.items()}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -200,6 +220,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
         norms.append(norm.item())
     validation_loss = train.validate(run)[0] if run.validation_set else 0.0
+    dynamics = run.dynamics.tables() if run.dynamics.sampled else {}
     if case.folder:
         checkpointer.save(run.step, run.state())
     everything = gather((train.batch_rank(run.mesh), seen, norms))
@@ -214,7 +235,9 @@ def _observe(case: Case, device: torch.device) -> Observation:
     torch._dynamo.utils.counters.clear()
     torch.use_deterministic_algorithms(False)
     by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
-    return Observation(first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, extra, seconds)
+    return Observation(
+        first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, dynamics, extra, seconds
+    )
 
 
 def _forget_groups(config: JobConfig, looked_at: bool) -> None:

@@ -48,9 +48,10 @@ AXES: dict[str, tuple[str, ...]] = {
     "tied": ("false", "true"),
     "model": tuple(MODELS),
     "checkpointing": ("none", "full", "2", "op"),
+    "dynamics": ("false", "true"),
     "compile": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "validation_batch", "tied", "model", "checkpointing", "compile")
+SIDE_AXES = ("reshard", "accumulation", "validation_batch", "tied", "model", "checkpointing", "dynamics", "compile")
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
@@ -117,6 +118,7 @@ class Layout:
             *("--training.document_mask", self["document_mask"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
+            *("--metrics.dynamics_freq", "3"),
         )
 
     def overrides(self) -> tuple[str, ...]:
@@ -150,6 +152,7 @@ class Layout:
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
             *("--training.local_batch_size", str(local)),
             *(("--validation.local_batch_size", self["validation_batch"]) if of_its_own else ()),
+            *(("--metrics.dynamics_freq", "0") if self["dynamics"] == "false" else ()),
         )
 
     @functools.cache  # noqa: B019 - a layout is a value

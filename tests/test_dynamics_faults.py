@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.dynamics import CP, LOCAL, PP, REPLICATE, SHARD, TP, case, differences, one_process
+from tests.dynamics import CP, LOCAL, PP, REPLICATE, SHARD, TP, case, one_process, wrong
 from tests.harness import Observation, observe_all, rewrite
 
 
@@ -96,5 +96,5 @@ def test_a_fault_is_found(name: str) -> None:
     fault = FAULTS[name]
     (observed,) = observe_all([case(fault.kind, *fault.layout, ranks=fault.ranks, mutate=fault.plant)])
     assert isinstance(observed, Observation), observed
-    different = differences(observed.extra[0], one_process()[fault.kind].extra[0])
-    assert [line for line in different if line.startswith(fault.table)], different
+    different = wrong(observed.dynamics, one_process()[fault.kind].dynamics)
+    assert fault.table in {table for table, _ in different}, different
