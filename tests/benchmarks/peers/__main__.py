@@ -1,0 +1,176 @@
+"""A training step here and in torchtitan, litgpt and transformers' Trainer: the same sizes, tokens and precision.
+
+python -m tests.benchmarks.peers                       every row of the table; writes docs/performance.md
+python -m tests.benchmarks.peers --only "fsdp 2"       rows whose name has these words; writes nothing
+python -m tests.benchmarks.peers --turns 5
+
+Every side runs in turns with the others, on one thread a rank. Processor time of a step, averaged over ranks, repeats
+within a few per cent on a shared machine; wall time does not, and is shown beside it. The best of all turns counts.
+Other projects are installed into .cache/peers, beside this environment's own torch.
+"""
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from components.config import ROOT
+from components.metrics import git_revision
+
+FOLDER = ROOT / ".cache" / "peers"
+PAGE, RESULTS = ROOT / "docs" / "performance.md", Path(__file__).parent / "results.json"
+PEERS = {
+    "torchtitan": ["torchtitan==0.2.2", "einops", "pillow"],
+    "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse"],
+}
+"""What is installed for a peer, without what this environment has."""
+SIDES = {
+    "here": ["-m", "tests.benchmarks.peers.ours"],
+    "torchtitan": [str(Path(__file__).parent / "titan.py")],
+    "litgpt": [str(Path(__file__).parent / "lit.py")],
+    "Trainer": ["-m", "tests.benchmarks.peers.trainer"],
+    "bare loop": ["-m", "tests.benchmarks.peers.bare"],
+    "matrix products": ["-m", "tests.benchmarks.peers.products"],
+}
+SMALL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 4096, "seq": 256, "batch": 4}
+LARGER = SMALL | {"dim": 512, "layers": 8, "ffn": 1536, "vocab": 8192}
+TIMED = {"warm": 3, "steps": 10}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table."""
+
+    name: str
+    job: dict[str, Any]
+    sides: tuple[str, ...] = ("here", "torchtitan")
+    bar: float | None = None
+    """The least ratio asked of the second side's time to ours."""
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for degree in self.job["layout"].values():
+            ranks *= degree
+        return ranks
+
+
+def _row(name: str, dtype: str, bar: float | None, sizes: dict[str, Any] = SMALL, **more: Any) -> Row:
+    sides = more.pop("sides", ("here", "torchtitan"))
+    return Row(f"{name}, {dtype}", sizes | TIMED | {"dtype": dtype, "compile": False, "layout": {}} | more, sides, bar)
+
+
+ALONE = ("here", "torchtitan", "bare loop", "matrix products")
+ROWS = [
+    _row("one process", "bfloat16", 1.6, sides=ALONE),
+    _row("one process", "float32", 1.15, sides=ALONE),
+    _row("one process, compiled", "bfloat16", 1.4, compile=True),
+    _row("one process, compiled", "float32", 1.1, compile=True),
+    *(
+        _row(f"{axis} 2", dtype, bar, layout={axis: 2})
+        for axis in ("ddp", "fsdp", "tp", "pp")
+        for dtype, bar in (("bfloat16", 1.5), ("float32", 1.15))
+    ),
+    _row("36M parameters", "bfloat16", 1.3, LARGER, sides=ALONE),
+    _row("one process, litgpt", "bfloat16", 1.3, sides=("here", "litgpt")),
+    _row("one process, transformers' Trainer", "bfloat16", 1.3, sides=("here", "Trainer")),
+]
+
+
+def install() -> None:
+    """Every peer into a folder of its own; what is there stays."""
+    for peer, packages in PEERS.items():
+        if not (FOLDER / peer).exists():
+            print(f"installing {peer}", flush=True)
+            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(FOLDER / peer)]
+            subprocess.run([*command, *packages], check=True)
+
+
+def measure(side: str, row: Row) -> dict[str, float]:
+    """Seconds of a step, averaged over ranks: processor and wall."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(row.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join([str(FOLDER / side), str(ROOT)] if side in PEERS else [str(ROOT)]),
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *SIDES[side], json.dumps(row.job)],
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(row.ranks)
+    ]
+    found = []
+    for rank in ranks:
+        out, _ = rank.communicate(timeout=1200)
+        lines = [line for line in out.splitlines() if line.startswith('{"rank"')]
+        if not lines:
+            raise RuntimeError(f"{side}, {row.name}:\n{out[-3000:]}")
+        found.append(json.loads(lines[-1]))
+    return {clock: statistics.mean(each[clock] for each in found) for clock in ("processor", "wall")}
+
+
+def best(times: list[dict[str, float]], clock: str) -> float:
+    return min(each[clock] for each in times)
+
+
+def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Markdown of the measured rows."""
+    lines = [
+        "| a step | here, ms | the other, ms | ratio | wall, ratio | asked | beside it, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in (row for row in ROWS if row.name in results):
+        sides = results[row.name]
+        ours, other = (sides[side] for side in row.sides[:2])
+        ratio, wall = (best(other, clock) / best(ours, clock) for clock in ("processor", "wall"))
+        beside = ", ".join(f"{side} {best(sides[side], 'processor') * 1e3:.0f}" for side in row.sides[2:])
+        lines.append(
+            f"| {row.name} | {best(ours, 'processor') * 1e3:.0f} | {row.sides[1]} {best(other, 'processor') * 1e3:.0f} "
+            f"| {ratio:.2f} | {wall:.2f} | {row.bar} | {beside} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="")
+    parser.add_argument("--turns", type=int, default=3)
+    options = parser.parse_args()
+    install()
+    results: dict[str, Any] = {}
+    chosen = [row for row in ROWS if options.only in row.name]
+    for row in chosen:
+        times: dict[str, list[dict[str, float]]] = {side: [] for side in row.sides}
+        for _ in range(options.turns):
+            for side in row.sides:
+                times[side].append(measure(side, row))
+        results[row.name] = times
+        print(table({row.name: times}).splitlines()[-1], flush=True)
+    if not options.only:
+        RESULTS.write_text(json.dumps({"revision": git_revision()["revision"], "rows": results}, indent=1) + "\n")
+        text = PAGE.read_text(encoding="utf-8")
+        head, _, rest = text.partition("<!-- peers -->\n")
+        _, _, tail = rest.partition("<!-- end -->")
+        PAGE.write_text(f"{head}<!-- peers -->\n{table(results)}\n<!-- end -->{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

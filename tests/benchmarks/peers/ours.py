@@ -1,0 +1,61 @@
+"""A rank of train.py, timed. See clock.py."""
+
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import train
+from components.launch.ending import run_to_exit
+from models.llama import FLAVORS, LlamaConfig
+from tests.benchmarks.peers.clock import Clock, Job, job
+from tests.small import RECIPE
+
+DEGREES = {
+    "ddp": "data_parallel_replicate_degree",
+    "fsdp": "data_parallel_shard_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
+
+
+def words(job: Job) -> list[str]:
+    """The command line of a job, for this process's command line or for a launcher."""
+    degrees = {"ddp": 1, "fsdp": 1} | job["layout"]
+    layout = (word for axis, degree in degrees.items() for word in (f"--parallelism.{DEGREES[axis]}", str(degree)))
+    return [
+        *("--job.config_file", str(RECIPE), "--model.flavor", "peers", "--training.seq_len", str(job["seq"])),
+        *("--training.local_batch_size", str(job["batch"]), "--training.global_batch_size", "-1"),
+        *("--training.mixed_precision_param", job["dtype"], "--training.steps", "1000"),
+        *("--compile.enable", str(job["compile"]).lower(), "--validation.enable", "false"),
+        *("--checkpoint.enable", "false", "--metrics.log_freq", "1000", *layout),
+    ]
+
+
+def sizes(job: Job) -> LlamaConfig:
+    return replace(
+        FLAVORS["debug"],
+        dim=job["dim"],
+        n_layers=job["layers"],
+        n_heads=job["heads"],
+        n_kv_heads=job["kv_heads"],
+        ffn_dim=job["ffn"],
+        vocab_size=job["vocab"],
+    )
+
+
+def main() -> None:
+    given = job()
+    clock = Clock(given["warm"], given["steps"])
+    FLAVORS["peers"] = sizes(given)
+    step: Any = train.train_step
+
+    def timed(*arguments: Any) -> Any:
+        clock.tick()
+        return step(*arguments)
+
+    vars(train)["train_step"] = timed
+    run_to_exit(train.main, [*words(given), "--job.dump_folder", tempfile.mkdtemp()])
+
+
+if __name__ == "__main__":
+    main()
