@@ -1,7 +1,7 @@
 """Processor time of all processes that a command starts, also of those that it does not wait for.
 
 python -m tests.cpu COMMAND ...        the command's total, in seconds of processor time, at its end
-pytest -p tests.cpu ...                a table by test file (its ranks and commands included), most expensive first
+pytest -p tests.cpu ...                the 40 most expensive tests and a table by test file, ranks and commands included
 
 `time` misses ranks: their parent is the fork server, which outlives pytest.
 """
@@ -46,32 +46,40 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-_BY_FILE = pytest.StashKey[dict[str, float]]()
+_BY_TEST = pytest.StashKey[dict[str, float]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
-    config.stash[_BY_FILE] = {"(start and collection)": 0.0}
+    config.stash[_BY_TEST] = {"(start and collection)": 0.0}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    by_file, name = item.config.stash[_BY_FILE], item.path.name
+    by_test = item.config.stash[_BY_TEST]
     before = tree_seconds(os.getpid())
-    if len(by_file) == 1:
-        by_file["(start and collection)"] = before
+    if len(by_test) == 1:
+        by_test["(start and collection)"] = before
     try:
         return (yield)
     finally:
-        by_file[name] = by_file.get(name, 0.0) + tree_seconds(os.getpid()) - before
+        by_test[f"{item.path.name}::{item.name}"] = tree_seconds(os.getpid()) - before
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    by_file = config.stash[_BY_FILE]
+    by_test, by_file = config.stash[_BY_TEST], defaultdict[str, float](float)
+    for name, seconds in by_test.items():
+        by_file[name.partition("::")[0]] += seconds
     terminalreporter.section("processor time of all processes, in seconds")
-    for name, seconds in sorted(by_file.items(), key=lambda each: -each[1]):
-        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
-    terminalreporter.write_line(f"{sum(by_file.values()):8.1f}  all")
+    for table in (dict(_most_expensive(by_test)[:40]), by_file):
+        for name, seconds in _most_expensive(table):
+            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+        terminalreporter.write_line("")
+    terminalreporter.write_line(f"{sum(by_test.values()):8.1f}  all")
+
+
+def _most_expensive(table: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(table.items(), key=lambda each: -each[1])
 
 
 def main(command: list[str]) -> int:

@@ -27,7 +27,8 @@ from parallelize.groups import init_distributed
 PRELOADED = ["pytest", "tests.harness"]
 """What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""
 Work = Callable[[Any, torch.device], Any]
-_MOST_SECONDS = 180
+_MOST_SECONDS = 180, 40
+"""Of a case, and of each of its ranks: sixteen that compile share a few cores."""
 
 
 class Ranks:
@@ -57,7 +58,7 @@ class Ranks:
     def run(self, case: Any) -> Any:
         """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks."""
         self.cases += 1
-        deadline = time.monotonic() + _MOST_SECONDS
+        deadline = time.monotonic() + max(_MOST_SECONDS[0], _MOST_SECONDS[1] * self.count)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended: the answer is missing too
                 pipe.send(case)

@@ -26,6 +26,7 @@ for name, (_, flavors) in MODELS.items():
             flavors[name + suffix] = replace(flavors[f"many_heads{suffix}"], n_layers=layers, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
+FLAVORS["less_deep"] = replace(FLAVORS["deep"], n_layers=8)
 # Tensors of some MiB.
 FLAVORS["wide"] = LlamaConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1536, vocab_size=4096)
 # Nothing here divides by 2, 3 or 4 ranks.

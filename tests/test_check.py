@@ -39,7 +39,7 @@ def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None
     lines = done.stdout.splitlines()
     assert all(line.startswith("✓ ") for line in lines)
     assert len(lines) == 10
-    assert "rank 0 holds 0.20 GiB" in done.stdout
+    assert "rank 0 holds 0.18 GiB" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 

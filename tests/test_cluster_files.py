@@ -14,6 +14,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
 from components import start
@@ -218,6 +219,7 @@ INJECTED = {
 }
 
 
+@pytest.mark.skipif(" " in torch.__file__, reason="the recipe compiles: refused where torch's path has a space")
 @pytest.mark.parametrize(("name", "port"), [("kubeflow.yaml", 29500), ("volcano.yaml", 29500)])
 def test_the_launcher_takes_what_a_manifest_gives_it(name: str, port: int, tmp_path: Path) -> None:
     """Its own command, run with a stand-in for run_train.sh that tells how it was called."""

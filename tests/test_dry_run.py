@@ -24,7 +24,7 @@ from tests.ranks import PRELOADED
 from tests.small import RECIPE, SMALL
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-LONG = ("--model.flavor", "deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
+LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "fsdp 2": (2, ()),
@@ -131,12 +131,14 @@ def dry_run(words: tuple[str, ...], rank: int, ranks: int, layers: int) -> DryRu
 def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     """What a dry run of all layers says, from two with few layers: what a layer adds is the same for each.
 
-    Two more in each stage, since every second layer may be checkpointed.
+    Two in each stage and one more, or two more where every second layer is checkpointed.
     """
     config = load_config([*words])
     layers = MODELS[config.model.name][1][config.model.flavor].n_layers
-    step = 2 * number_of_stages(config.parallelism, layers)
-    few = layers % step + step
+    stages = number_of_stages(config.parallelism, layers)
+    checkpoint = config.activation_checkpoint
+    step = stages * (2 if (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "2") else 1)
+    few = layers % step + 2 * stages
     if few + step > layers:
         return dry_run(words, rank, ranks, layers)
     less, more = (dry_run(words, rank, ranks, depth) for depth in (few, few + step))
@@ -158,7 +160,7 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     ids=["8B", "pipeline"],
 )
 def test_a_few_layers_tell_what_all_would_take(words: tuple[str, ...], ranks: int, pool: ProcessPoolExecutor) -> None:
-    layers = 32 if ranks == 8 else 12
+    layers = 32 if ranks == 8 else 8
     found = [pool.submit(at_full_depth, words, 0, ranks), pool.submit(dry_run, words, 0, ranks, layers)]
     told, whole = (each.result() for each in found)
     assert told.sent == whole.sent

@@ -113,7 +113,7 @@ def test_it_works_as_the_page_says(section: Section, repository: Path) -> None:
     for edit in section.edits:
         edit.apply(repository)
     for command in section.commands:
-        words = shlex.split(command.replace("python ", f"{sys.executable} ", 1))
+        words = shlex.split(command.replace("python ", f"{shlex.quote(sys.executable)} ", 1))
         done = subprocess.run(words, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
 
