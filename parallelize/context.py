@@ -49,16 +49,11 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
     cp = mesh["cp"]
     if cp.size() == 1:
         return batch
-    length = batch["tokens"].shape[1]
-    order = sequence_order(length, cp.size(), parallelism.context_parallel_load_balancer == "headtail")
-    mine = order.chunk(cp.size())[cp.get_local_rank()].to(batch["tokens"].device)
-    return {name: tensor.index_select(1, mine) for name, tensor in batch.items()}
-
-
-def sequence_order(length: int, ranks: int, balanced: bool) -> Tensor:
-    """Places in the sequence (length,), rank by rank: the places of rank 0's pieces, then of rank 1's, ..."""
-    pieces = [piece for rank in range(ranks) for piece in pieces_of(rank, length, ranks, balanced)]
-    return torch.cat([torch.arange(start, stop) for start, stop in pieces])
+    ranks, rank, balanced = cp.size(), cp.get_local_rank(), parallelism.context_parallel_load_balancer == "headtail"
+    return {
+        name: rank_order(tensor, 1, ranks, balanced).chunk(ranks, 1)[rank].contiguous()
+        for name, tensor in batch.items()
+    }
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
@@ -71,11 +66,24 @@ def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[
     return [(number * size, (number + 1) * size) for number in numbers]
 
 
-def _sorted(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence."""
+def sequence_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
+    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence.
+
+    By pieces: an index would be made on the host, whose copy to a GPU waits for all that the GPU has to do.
+    """
     if not balanced:
         return tensor
-    return tensor.index_select(dim, sequence_order(tensor.shape[dim], ranks, balanced).argsort().to(tensor.device))
+    pieces = tensor.chunk(2 * ranks, dim)
+    return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim)
+
+
+def rank_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
+    """The inverse of sequence_order."""
+    if not balanced:
+        return tensor
+    pieces = tensor.chunk(2 * ranks, dim)
+    heads, tails = pieces[:ranks], reversed(pieces[ranks:])
+    return torch.cat([piece for pair in zip(heads, tails, strict=True) for piece in pair], dim)
 
 
 class _Core(AttentionCore):
@@ -116,7 +124,7 @@ class _RingCore(_Core):
         assert isinstance(q, DTensor)
         assert isinstance(k, DTensor)
         cp, length = self.cp, q.shape[2]
-        keys = _sorted(k.full_tensor(), 2, cp.size(), self.balanced)
+        keys = sequence_order(k.full_tensor(), 2, cp.size(), self.balanced)
         pieces = pieces_of(cp.get_local_rank(), length, cp.size(), self.balanced)
         for queries, (_, stop) in zip(q.to_local().chunk(len(pieces), dim=2), pieces, strict=True):
             raise_to_largest_logit(largest, queries, keys[:, :, :stop], None, None)
@@ -183,7 +191,7 @@ class _WholeSequence(Visibility):
         ranks, length = self.cp.size(), positions_BS.shape[1] * self.cp.size()
         if document_ids_BS is not None:
             gathered = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
-            document_ids_BS = _sorted(gathered, 1, ranks, self.balanced)
+            document_ids_BS = sequence_order(gathered, 1, ranks, self.balanced)
         whole = Visible(length, length, positions_BS.device, document_ids_BS, window)
         if not self.own_queries:
             return self.kernel.prepare(whole)
@@ -197,7 +205,7 @@ class _GatheringCore(_Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)
         gathered = keys_and_values.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        k, v = _sorted(gathered, 3, self.cp.size(), self.balanced)
+        k, v = sequence_order(gathered, 3, self.cp.size(), self.balanced)
         parts: list[Visible] = visible.made
         out = []
         for queries, part in zip(q.chunk(len(parts), dim=2), parts, strict=True):
@@ -212,11 +220,9 @@ class _UlyssesCore(_Core):
         ranks = self.cp.size()
         if k.shape[1] < ranks:
             k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))
-        q, k, v = (_sorted(self._exchange(tensor, 1, 2), 2, ranks, self.balanced) for tensor in (q, k, v))
+        q, k, v = (sequence_order(self._exchange(tensor, 1, 2), 2, ranks, self.balanced) for tensor in (q, k, v))
         out = super().forward(q, k, v, visible)
-        if self.balanced:
-            out = out.index_select(2, sequence_order(out.shape[2], ranks, balanced=True).to(out.device))
-        return self._exchange(out, 2, 1)
+        return self._exchange(rank_order(out, 2, ranks, self.balanced), 2, 1)
 
     def _exchange(self, x: Tensor, split: int, joined: int) -> Tensor:
         """All-to-all: divides dimension `split` over the ranks, and makes dimension `joined` whole."""

@@ -82,7 +82,7 @@ FAULTS = {
     "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
     "keys in the order of ranks": Fault(
         "parallelize.context:_RingCore._observe",
-        "_sorted(k.full_tensor(), 2, cp.size(), self.balanced)",
+        "sequence_order(k.full_tensor(), 2, cp.size(), self.balanced)",
         "k.full_tensor()",
         "llama",
         (CP, "2"),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import train
 from models import MODELS
 from models.llama import FLAVORS, Llama
-from parallelize.context import sequence_order, shard_sequence
+from parallelize.context import rank_order, sequence_order, shard_sequence
 from tests.harness import broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -20,13 +20,20 @@ DOCUMENTS = ("--training.document_mask", "true")
 
 
 def test_ranks_hold_the_sequence_in_this_order() -> None:
-    assert sequence_order(8, 2, balanced=False).tolist() == list(range(8))
-    assert sequence_order(8, 2, balanced=True).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+    sequence = torch.arange(8)
+    assert torch.equal(rank_order(sequence, 0, 2, balanced=False), sequence)
+    assert rank_order(sequence, 0, 2, balanced=True).tolist() == [0, 1, 6, 7, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_order_of_ranks_and_that_of_the_sequence_are_inverse(ranks: int) -> None:
+    sequence = torch.arange(48).view(3, 16)
+    assert torch.equal(sequence_order(rank_order(sequence, 1, ranks, True), 1, ranks, True), sequence)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_balanced_ranks_have_as_many_pairs_of_query_and_key(ranks: int) -> None:
-    seen = [(part + 1).sum().item() for part in sequence_order(64, ranks, balanced=True).chunk(ranks)]
+    seen = [(part + 1).sum().item() for part in rank_order(torch.arange(64), 0, ranks, True).chunk(ranks)]
     assert len(set(seen)) == 1
 
 
@@ -50,7 +57,7 @@ def test_positions_and_labels_travel_with_their_tokens(ranks: int, balancer: str
     layout = (CP, str(ranks), BALANCER, balancer, METHOD, "allgather_kv", *documents)
     seen = observe(*layout, ranks=ranks, steps=0, at_end=cut_a_batch).extra
     whole, gathered = seen["whole"][0], seen["gathered"][0]
-    order = sequence_order(32, ranks, balancer == "headtail")
+    order = rank_order(torch.arange(32), 0, ranks, balancer == "headtail")
     for name, tensor in whole.items():
         assert torch.equal(gathered[name], tensor[:, order]), name
     assert (gathered["labels"] != -100).sum() == (whole["labels"] != -100).sum()
@@ -85,7 +92,7 @@ def logits_before_and_after(run: train.Run) -> torch.Tensor:
         parts = [torch.empty_like(logits) for _ in range(run.mesh["cp"].size())]
         dist.all_gather(parts, logits.contiguous(), group=run.mesh["cp"].get_group())
         balanced = run.config.parallelism.context_parallel_load_balancer == "headtail"
-        found.append(torch.cat(parts, dim=1)[:, sequence_order(32, len(parts), balanced).argsort()])
+        found.append(sequence_order(torch.cat(parts, dim=1), 1, len(parts), balanced))
     return (found[1] - found[0]).abs().amax(dim=(0, 2))
 
 
@@ -131,14 +138,14 @@ FAULTS = {
     "labels shifted after the cut": (
         "parallelize.context",
         "shard_sequence",
-        "for name, tensor in batch.items()}",
-        'for name, tensor in batch.items()} | {"labels": batch["tokens"].index_select(1, mine).roll(-1, 1)}',
+        "batch.items()\n    }",
+        'batch.items()} | {"labels": rank_order(batch["tokens"], 1, ranks, balanced).chunk(ranks, 1)[rank].roll(-1)}',
     ),
     "positions not permuted": (
         "parallelize.context",
         "shard_sequence",
-        "tensor.index_select(1, mine)",
-        'tensor.index_select(1, torch.arange(len(mine)) if name == "positions" else mine)',
+        "rank_order(tensor, 1, ranks, balanced)",
+        '(tensor if name == "positions" else rank_order(tensor, 1, ranks, balanced))',
     ),
     "keys and values of the wrong rank": (
         "torch.distributed.tensor.experimental._context_parallel._attention",
