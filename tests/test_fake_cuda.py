@@ -1,0 +1,76 @@
+"""A step on fake CUDA tensors mixes no devices, and the host waits for nothing in a step that does not log."""
+
+import shutil
+from functools import cache
+
+import pytest
+import torch
+
+from tests.fake_cuda import Case, findings
+
+pytestmark = pytest.mark.skipif(
+    torch.version.cuda is not None or shutil.which("g++") is None, reason="a CPU build of torch and g++ are needed"
+)
+
+BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+DOCUMENTS = ("--training.document_mask", "true")
+ACCUMULATION = ("--training.local_batch_size", "3")
+SPIKES = ("--training.skip_spikes_sigma", "6")
+PER_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+REPLICATE, SHARD, TP, CP, PP, METHOD = (
+    f"--parallelism.{axis}"
+    for axis in (
+        *("data_parallel_replicate_degree", "data_parallel_shard_degree", "tensor_parallel_degree"),
+        *("context_parallel_degree", "pipeline_parallel_degree", "context_parallel_method"),
+    )
+)
+ONE = (*BFLOAT16, *DOCUMENTS, *ACCUMULATION, *SPIKES)
+ULYSSES = (CP, "2", METHOD, "ulysses")
+LAYOUTS = {
+    "one": Case(ONE),
+    "hsdp tp": Case((REPLICATE, "2", SHARD, "2", TP, "2", *ACCUMULATION, *BFLOAT16, *PER_OPERATION), 8),
+    "ulysses": Case(ULYSSES, 2),
+    "allgather": Case((CP, "2", METHOD, "allgather_kv", *DOCUMENTS), 2),
+    "pp": Case((PP, "2"), 2),
+}
+FAULTS = {
+    "an index made on the host": (
+        Case(
+            ULYSSES,
+            2,
+            (
+                "parallelize.context",
+                "sequence_order",
+                "torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim)",
+                "tensor.index_select(dim, torch.arange(tensor.shape[dim]).to(tensor.device))",
+            ),
+        ),
+        "copy from cpu to cuda:0, in sequence_order",
+    ),
+    "a number read on the host": (
+        Case(ONE, 1, ("train", "train_step", "part.detach()", "part.item()")),
+        "DataDependentOutputException: aten._local_scalar_dense.default, in train_step",
+    ),
+    "a tensor on the host": (
+        Case(ONE, 1, ("models.layers", "rotary_frequencies", "device=device", 'device="cpu"')),
+        "at least two devices, cuda:0 and cpu!, in rotary_cos_sin",
+    ),
+}
+
+
+@cache
+def all_findings() -> dict[str, list[str]]:
+    cases = LAYOUTS | {name: case for name, (case, _) in FAULTS.items()}
+    return dict(zip(cases, findings(*cases.values()), strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_host_does_not_wait_and_devices_are_not_mixed(layout: str) -> None:
+    assert all_findings()[layout] == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    found = all_findings()[fault]
+    assert found
+    assert found[0].endswith(FAULTS[fault][1]), found
