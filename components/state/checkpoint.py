@@ -30,6 +30,7 @@ from components.config import Checkpoint, ConfigError
 from components.files import digest, sync, write_json
 from components.launch.signals import Agreement
 from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
+from components.state.copies import HostCopies
 from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
 from components.state.tensors import load_tensors
 from components.state.together import read_together, together
@@ -51,7 +52,8 @@ class Checkpointer:
         self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
         # A separate group: collectives of a background save must not mix with those of training.
         self._group = patient_group()
-        self._background = ThreadPoolExecutor(max_workers=1) if config.async_mode == "async" else None
+        self._background = _thread() if config.async_mode == "async" else None
+        self._copies = HostCopies()
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)
         self.branch = Branch()
@@ -73,8 +75,7 @@ class Checkpointer:
         if self._background is None:
             self._save(tensors, state)
         else:
-            copies = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
-            self._pending = self._background.submit(self._save, copies, state)
+            self._pending = self._background.submit(self._save, self._copies.of(tensors), state)
 
     def wait(self) -> None:
         """Wait until the background save, if any, is published. Raises as save does."""
@@ -242,6 +243,13 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 put_aside(path, f"{ABANDONED}{target.name}")
+
+
+def _thread() -> ThreadPoolExecutor:
+    """Works on the GPU of this thread: torch's writer would wait for the node's first, and open a context there."""
+    if not torch.cuda.is_available():
+        return ThreadPoolExecutor(1)
+    return ThreadPoolExecutor(1, initializer=partial(torch.cuda.set_device, torch.cuda.current_device()))
 
 
 def _settle(choice: Choice) -> None:

@@ -30,7 +30,7 @@ class Case(NamedTuple):
 
 
 def findings(*cases: Case) -> list[list[str]]:
-    """Of each case: copies and reads of its second step for which the host waits, or the error that ended it."""
+    """Of each case: what the host waits for in the second step and the save after it; or an error."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.fake_cuda"],
         input=json.dumps(cases),

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from components.config import ROOT, load_config
 from components.dry_run import init_fake_group
+from components.state.copies import HostCopies
 from components.state.init import give_memory
 from models import meta_model
 from parallelize import parallelize_model
@@ -79,6 +80,7 @@ def findings(case: Case) -> list[str]:
         step = _build(case, fake)
         with fake, FirstStep():
             step()
+        found.clear()
         with fake, Watch(note):
             step()
     except Exception as error:
@@ -93,6 +95,8 @@ def _stand_in_for_cuda(note: Callable[[str], None]) -> None:
         stand_in.return_value.synchronize.side_effect = lambda: note("synchronize")
         setattr(torch.cuda, name, stand_in)
     torch.cuda.current_device = lambda: 0
+    tensor_class: Any = torch.Tensor
+    tensor_class.pin_memory = lambda tensor: tensor.clone()
     mesh_class: Any = DeviceMesh
     coordinates = mesh_class._compute_coordinate_on_dim
 
@@ -118,7 +122,14 @@ def _build(case: Case, fake: FakeTensorMode) -> Callable[[], object]:
     names = ["tokens", "labels", "positions", *(["document_ids"] if config.training.document_mask else [])]
     shape = (config.training.local_batch_size, config.training.seq_len)
     batches = itertools.repeat({name: torch.zeros(shape, dtype=torch.int64) for name in names})
-    return lambda: train.train_step(run, batches, 1)
+    copies = HostCopies()
+
+    def step() -> None:
+        """And the copy of a background save."""
+        train.train_step(run, batches, 1)
+        copies.of({str(number): parameter.detach() for number, parameter in enumerate(run.parameters)})
+
+    return step
 
 
 def main() -> None:
