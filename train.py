@@ -117,7 +117,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
     for stage in stages:
-        initialize_weights(stage, stage.init_std, config.debug.seed)
+        initialize_weights(stage, stage.init_std, config.debug.seed, device)
     return assemble(config, device, mesh, stages, *datasets)
 
 

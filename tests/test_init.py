@@ -1,8 +1,10 @@
 """Weights at step 0: normal, without pattern, and a function of seed, name and index alone."""
 
+import pytest
 import torch
 from torch import nn
 
+from components.state import init
 from components.state.init import _key, _normal, initialize_weights
 
 
@@ -20,6 +22,12 @@ def test_numbers_are_standard_normal_and_independent() -> None:
     assert numbers.abs().max() < 5.2
     for lag in (1, 2, 64, 4096):
         assert abs((numbers[lag:] * numbers[:-lag]).mean()) < 2e-3, lag
+
+
+def test_offloaded_weights_are_computed_on_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(init._CHUNK, "meta", 100)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        initialize_weights(nn.Linear(2, 2), lambda name: 0.02, 0, torch.device("meta"))
 
 
 def test_names_and_seeds_give_unrelated_weights() -> None:

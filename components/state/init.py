@@ -24,15 +24,21 @@ def give_memory(stages: list[nn.Module], device: torch.device) -> None:
         stage.tie_weights()  # type: ignore[operator]
 
 
-def initialize_weights(model: nn.Module, init_std: Callable[[str], float | None], seed: int) -> None:
-    """Fill every parameter in place: normal with init_std(name), or ones where that is None."""
+def initialize_weights(
+    model: nn.Module, init_std: Callable[[str], float | None], seed: int, device: torch.device | None = None
+) -> None:
+    """Fill every parameter in place: normal with init_std(name), or ones where that is None.
+
+    device: computes the numbers, by default each parameter's own. Parameters that are offloaded to the CPU so have the
+    bits that they would have on the GPU.
+    """
     for name, parameter in model.named_parameters():
         std = init_std(name)
         with torch.no_grad():
             if std is None:
                 parameter.fill_(1.0)
             else:
-                _fill_normal(parameter, std, _key(seed, name))
+                _fill_normal(parameter, std, _key(seed, name), device or parameter.device)
 
 
 def _key(seed: int, name: str) -> int:
@@ -40,22 +46,22 @@ def _key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), signed=True)
 
 
-def _fill_normal(parameter: Tensor, std: float, key: int) -> None:
+def _fill_normal(parameter: Tensor, std: float, key: int, device: torch.device) -> None:
     local, offset = own_slice(parameter)
     if local.numel() == 0:
         return
     # Rows of the local slice are contiguous in the full tensor along its last dimension.
     columns, full_columns = local.shape[-1], parameter.shape[-1]
-    leading = torch.zeros(local.shape[:-1], dtype=torch.int64, device=local.device)
+    leading = torch.zeros(local.shape[:-1], dtype=torch.int64, device=device)
     for dim, size in enumerate(local.shape[:-1]):
-        index = torch.arange(size, device=local.device) + offset[dim]
+        index = torch.arange(size, device=device) + offset[dim]
         shape = [1] * (local.ndim - 1)
         shape[dim] = size
         leading = leading * parameter.shape[dim] + index.view(shape)
     starts = (leading * full_columns + offset[-1]).flatten()
     rows = local.view(-1, columns)
-    step = max(1, _CHUNK[local.device.type] // columns)
-    within = torch.arange(columns, device=local.device)
+    step = max(1, _CHUNK[device.type] // columns)
+    within = torch.arange(columns, device=device)
     for row in range(0, rows.shape[0], step):
         indices = starts[row : row + step, None] + within
         rows[row : row + step].copy_(_normal(indices, key).mul_(std))
