@@ -279,9 +279,11 @@ def _device_name(device: torch.device) -> str:
 
 
 def _memory_gib(device: torch.device) -> float:
-    """Peak memory of this rank: reserved by CUDA's allocator, or the process's resident set."""
+    """Peak memory of this rank: reserved by CUDA's allocator since the last call, or the process's resident set."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 2**30
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
