@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible, raise_to_largest_logit
@@ -116,7 +117,9 @@ class _RingCore(_Core):
         if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
             # Only flash attention has grouped heads, and it has no float32.
             k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        # Not cuDNN's, which an H100 prefers: its backward would get the sizes of another step round the ring.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
     @torch.no_grad()
     def _observe(self, q: Tensor, k: Tensor, largest: Tensor) -> None:
