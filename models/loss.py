@@ -14,7 +14,7 @@ from torch import Tensor
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits (T, V), labels (T,), -100 for none) -> the sum of losses, and its gradient (T, V), both float32."""
 
-_CHUNK = {"cpu": (256, 2**22), "cuda": (1024, 2**29)}
+_CHUNK = {"cpu": (256, 2**23), "cuda": (1024, 2**29)}
 """By device: the least tokens of a chunk, and the bytes of its logits in float32 where the vocabulary is small. About a
 cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy, since each chunk adds to the weight's gradient."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import models.loss
 from components.dry_run import Meter
+from components.launch.memory import keep_freed_memory
 from models.loss import cross_entropy, linear_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -44,6 +45,8 @@ def milliseconds(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> 
 
 def main() -> None:
     torch.set_num_threads(2)
+    keep_freed_memory()
+    models.loss._CHUNK["cpu"] = 256, 0
     for vocabulary, dim, tokens in ((4096, 256, 2048), (32_768, 256, 2048), (131_072, 128, 1024)):
         for dtype in (torch.float32, torch.bfloat16):
             hidden = torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True)
