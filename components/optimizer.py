@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from components.config import LRScheduler, Optimizer
 from models.parameters import Kind, Role
-from parallelize.sharding import local_part
+from parallelize.sharding import exact_norms, local_part
 
 
 @dataclass(frozen=True)
@@ -114,14 +114,13 @@ def clip_gradients(
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
     The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
-    layout. Squares are summed in float64: in float32 the sum over a million elements is off by 1e-5 on CPU, differently
-    for each way to split it. A pipeline's rank may have no gradient at all. own_norms takes the norms of this rank's
+    layout. A pipeline's rank may have no gradient at all. own_norms takes the norms of this rank's
     parts of the gradients, before they are scaled, in the order of local_gradients.
     """
     parts = local_gradients(parameters)
     squares = []
     for groups, gradients in parts.items():
-        norms = torch._foreach_norm(gradients, dtype=torch.float64)
+        norms = exact_norms(gradients)
         if own_norms is not None:
             own_norms.extend(norms)
         square = torch.stack(norms).square().sum()

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelize.mesh import Mesh
-from parallelize.sharding import local_part
+from parallelize.sharding import exact_norms, local_part
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -99,8 +99,8 @@ class _Shards:
         return squares
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:
-        """By part, in float64: see clip_gradients."""
-        squares = torch.stack(torch._foreach_norm(tensors, dtype=torch.float64)).square()
+        """By part, in float64."""
+        squares = torch.stack(exact_norms(tensors)).square()
         return squares.new_zeros(self.parts).index_add_(0, self.numbers, squares)
 
 
