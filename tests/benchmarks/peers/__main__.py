@@ -25,6 +25,9 @@ from components.metrics import git_revision
 
 FOLDER = ROOT / ".cache" / "peers"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", Path(__file__).parent / "results.json"
+PICTURE = ROOT / "assets" / "figures" / "performance.png"
+Results = dict[str, dict[str, list[dict[str, float]]]]
+"""Row -> side -> the times of each turn."""
 PEERS = {
     "torchtitan": ["torchtitan==0.2.2", "einops", "pillow"],
     "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse"],
@@ -49,8 +52,8 @@ class Row:
 
     name: str
     job: dict[str, Any]
-    sides: tuple[str, ...] = ("here", "torchtitan")
-    bar: float | None = None
+    sides: tuple[str, ...]
+    bar: float
     """The least ratio asked of the second side's time to ours."""
 
     @property
@@ -61,7 +64,7 @@ class Row:
         return ranks
 
 
-def _row(name: str, dtype: str, bar: float | None, sizes: dict[str, Any] = SMALL, **more: Any) -> Row:
+def _row(name: str, dtype: str, bar: float, sizes: dict[str, Any] = SMALL, **more: Any) -> Row:
     sides = more.pop("sides", ("here", "torchtitan"))
     return Row(f"{name}, {dtype}", sizes | TIMED | {"dtype": dtype, "compile": False, "layout": {}} | more, sides, bar)
 
@@ -131,7 +134,7 @@ def best(times: list[dict[str, float]], clock: str) -> float:
     return min(each[clock] for each in times)
 
 
-def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+def table(results: Results) -> str:
     """Markdown of the measured rows."""
     lines = [
         "| a step | here, ms | the other, ms | ratio | wall, ratio | asked | beside it, ms |",
@@ -149,13 +152,40 @@ def table(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
     return "\n".join(lines)
 
 
+def write(results: Results) -> None:
+    """The page, its picture, and every time."""
+    RESULTS.write_text(json.dumps({"revision": git_revision()["revision"], "rows": results}, indent=1) + "\n")
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition("<!-- peers -->\n")
+    _, _, tail = rest.partition("<!-- end -->")
+    PAGE.write_text(f"{head}<!-- peers -->\n{table(results)}\n<!-- end -->{tail}", encoding="utf-8")
+    draw(results)
+
+
+def draw(results: Results) -> None:
+    """How often a step here fits into the other side's, row by row."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in ROWS if row.name in results][::-1]
+    figure, axes = plt.subplots(figsize=(8, 0.32 * len(rows) + 0.8), layout="constrained")
+    for height, row in enumerate(rows):
+        ours, other = (results[row.name][side] for side in row.sides[:2])
+        ratio = best(other, "processor") / best(ours, "processor")
+        axes.barh(height, ratio, color="tab:blue" if "bfloat16" in row.name else "tab:gray")
+        axes.text(ratio, height, f" {ratio:.2f}", va="center")
+        axes.plot([row.bar, row.bar], [height - 0.4, height + 0.4], color="black")
+    axes.axvline(1, color="tab:red", linewidth=1)
+    axes.set_yticks(range(len(rows)), [f"{row.name} ({row.sides[1]})" for row in rows])
+    axes.set_xlabel("processor time of the other side's step over ours; black: what is asked for")
+    figure.savefig(PICTURE, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
     install()
-    results: dict[str, Any] = {}
+    results: Results = {}
     chosen = [row for row in ROWS if options.only in row.name]
     for row in chosen:
         times: dict[str, list[dict[str, float]]] = {side: [] for side in row.sides}
@@ -165,11 +195,7 @@ def main() -> None:
         results[row.name] = times
         print(table({row.name: times}).splitlines()[-1], flush=True)
     if not options.only:
-        RESULTS.write_text(json.dumps({"revision": git_revision()["revision"], "rows": results}, indent=1) + "\n")
-        text = PAGE.read_text(encoding="utf-8")
-        head, _, rest = text.partition("<!-- peers -->\n")
-        _, _, tail = rest.partition("<!-- end -->")
-        PAGE.write_text(f"{head}<!-- peers -->\n{table(results)}\n<!-- end -->{tail}", encoding="utf-8")
+        write(results)
 
 
 if __name__ == "__main__":
