@@ -15,8 +15,15 @@ from components.config import ActivationCheckpoint
 
 
 def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
-    """Wrap every layer (full) or every n-th; with "op" every layer, whose costly operations keep their results."""
-    if config.mode == "none":
+    """Wrap every layer (full) or every n-th; with "op" every layer, whose costly operations keep their results.
+
+    With a memory budget the compiler chooses what a layer keeps, when its first forward compiles it.
+    """
+    from torch._functorch import config as functorch
+
+    functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
+    functorch.unsafe_treat_script_objects_as_zero_size = True  # they are process groups
+    if config.mode in ("none", "memory_budget"):
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
     every = int(config.selective_ac_option) if config.mode == "selective" and not per_op else 1
@@ -44,7 +51,7 @@ def _keep_costly_results() -> Any:
 
 
 _aten = torch.ops.aten
-_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten._scaled_mm.default}
 
 
 @cache
@@ -54,8 +61,7 @@ def _kept() -> set[Callable]:
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        # Recomputation sends nothing.
-        torch.ops._c10d_functional.all_gather_into_tensor.default,
+        # All-gathers are sent again: what they gather is what sequence parallel saves.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.all_to_all_single.default,

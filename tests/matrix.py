@@ -47,7 +47,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "validation_batch": ("3", "training's"),
     "tied": ("false", "true"),
     "model": tuple(MODELS),
-    "checkpointing": ("none", "full", "2", "op"),
+    "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
     "compile": ("false", "true"),
 }
@@ -143,16 +143,26 @@ class Layout:
             "pipeline_first": self["pipeline_first"],
         }
         of_its_own = self["validation_batch"] != "training's"
-        mode = self["checkpointing"] if self["checkpointing"] in ("none", "full") else "selective"
         return (
             *self.run(),
-            *("--activation_checkpoint.mode", mode, "--compile.enable", self["compile"]),
-            *(("--activation_checkpoint.selective_ac_option", self["checkpointing"]) if mode == "selective" else ()),
+            *(f"--activation_checkpoint.{word}" for word in self._checkpointing()),
+            *("--compile.enable", self["compile"]),
             *("--compile.backend", "aot_eager"),  # inductor takes four times as long
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
             *("--training.local_batch_size", str(local)),
             *(("--validation.local_batch_size", self["validation_batch"]) if of_its_own else ()),
             *(("--metrics.dynamics_freq", "0") if self["dynamics"] == "false" else ()),
+        )
+
+    def _checkpointing(self) -> tuple[str, ...]:
+        """Per operation is refused where layers are compiled, which keep to a memory budget instead."""
+        choice = self["checkpointing"]
+        if choice == "op/budget" and self["compile"] == "true":
+            return ("mode=memory_budget", "memory_budget=0.3")
+        return (
+            (f"mode={choice}",)
+            if choice in ("none", "full")
+            else ("mode=selective", f"selective_ac_option={choice.partition('/')[0]}")
         )
 
     @functools.cache  # noqa: B019 - a layout is a value

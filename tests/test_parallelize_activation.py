@@ -88,8 +88,8 @@ def operations_of_a_step(run: train.Run) -> Counter[str]:
     return operations.counts
 
 
-def test_attention_and_messages_are_not_computed_again_per_operation() -> None:
-    """And every second product of the seven of a layer is; full runs all of them again."""
+def test_attention_and_sums_over_ranks_are_not_computed_again_per_operation() -> None:
+    """All-gathers and every second product of the seven of a layer are; full runs everything again."""
     layout = (*LONG, "--parallelism.tensor_parallel_degree", "2")
     none, per_operation, full = (
         observe(*layout, *MODES.get(mode, ()), ranks=2, steps=1, at_end=operations_of_a_step).extra
@@ -100,9 +100,9 @@ def test_attention_and_messages_are_not_computed_again_per_operation() -> None:
     assert (none[attention], per_operation[attention], full[attention]) == (layers, layers, 2 * layers)
     assert per_operation["aten.mm"] - none["aten.mm"] == 3 * layers
     assert full["aten.mm"] - none["aten.mm"] == 7 * layers
-    for name in none:
-        if name.startswith("_c10d_functional.") and "_into_tensor" in name:
-            assert per_operation[name] == none[name] < full[name], name
+    gather, scatter = "_c10d_functional.all_gather_into_tensor", "_c10d_functional.reduce_scatter_tensor"
+    assert none[gather] < per_operation[gather] == full[gather]
+    assert none[scatter] == per_operation[scatter] < full[scatter]
 
 
 def names_and_weights(run: train.Run) -> list[str]:

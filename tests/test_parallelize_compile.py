@@ -7,10 +7,12 @@ import torch
 
 import train
 from tests.harness import broken_bars, figures, observe, rewrite
+from tests.test_memory import LONG
 from tests.test_parallelize_activation import FULL, LAYOUTS
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 TRACED = ("--compile.enable", "true", "--compile.backend", "aot_eager")
+BUDGET = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget")
 INDUCTOR = ("--compile.enable", "true")
 
 
@@ -19,8 +21,13 @@ def reference(layout: str) -> Any:
     return one_process(*flavor, valid_labels=UNEVEN_LABELS)
 
 
-@pytest.mark.parametrize("more", [(), FULL], ids=["", "checkpointed"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        *((layout, more) for layout in LAYOUTS for more in ((), FULL)),
+        *((layout, (*BUDGET, "0.3")) for layout in ("tp 2", "pp 2 zero bubble")),
+    ],
+)
 def test_compiled_layout_is_the_run_of_one_process(layout: str, more: tuple[str, ...]) -> None:
     ranks, overrides = LAYOUTS[layout]
     observed = observe(*overrides, *TRACED, *more, ranks=ranks, valid_labels=UNEVEN_LABELS)
@@ -36,6 +43,31 @@ def test_inductor_gives_the_same_run() -> None:
     assert not broken_bars(observed, compiled)
     eager = observe(steps=2, valid_labels=UNEVEN_LABELS)
     assert max(figures(each, eager)["gradient"] for each in (observed, compiled)) < 1e-5
+
+
+def kept_for_backward(run: train.Run) -> int:
+    """Bytes that forward saves, without parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in run.parameters}
+    saved: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        loss = run.stages[0](**train.own_part(run, next(train.local_batches(run))))
+    return sum(size for start, size in saved.items() if start not in own) + 0 * loss.numel()  # alive until here
+
+
+def test_a_layer_keeps_to_its_memory_budget() -> None:
+    inputs, small, half, whole, without = (
+        observe(*LONG, *TRACED, *more, steps=1, at_end=kept_for_backward).extra
+        for more in (*((*BUDGET, budget) for budget in ("0", "0.3", "0.5", "1")), ())
+    )
+    assert whole == without
+    assert small == pytest.approx(inputs + 0.3 * (whole - inputs), rel=0.15)
+    assert half == pytest.approx(inputs + 0.5 * (whole - inputs), rel=0.15)
 
 
 def graphs(run: train.Run) -> int:

@@ -32,7 +32,6 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
 _NOT_YET = "not available yet"
 _EXPERTS = "there are no mixture-of-experts models here"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
-_BUDGET = 'memory budgets are not available; activation_checkpoint.mode = "selective" saves a part'
 _GATHERED = "weights are gathered in the precision of training.mixed_precision_param"
 _MX = "MX formats are not available"
 _MASK = "it masks documents: here that is training.document_mask = true, with any flavor"
@@ -46,7 +45,6 @@ UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
     **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
     **{("model.flavor", f"8B_{kind}"): _MASK for kind in ("flex", "varlen")},
     **{("model.flavor", flavor): _EXPERTS for flavor in ("debugmodel_moe", "30B-A3B", "235B-A22B")},
-    ("activation_checkpoint.mode", "memory_budget"): _BUDGET,
     ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
 }
 
@@ -71,8 +69,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
         False, "weights at step 0 are the same at every layout without one; leave it out"
     ),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _EXPERTS),
-    "activation_checkpoint.memory_budget": Unavailable(0.5, _BUDGET),
-    "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _BUDGET),
+    "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _NOT_YET),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _GATHERED, _FLOAT8),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _GATHERED, _FLOAT8),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX, _FLOAT8),

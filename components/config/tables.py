@@ -202,10 +202,13 @@ class Parallelism:
 class ActivationCheckpoint:
     """Recompute activations in backward instead of keeping them; never changes the numbers."""
 
-    mode: Literal["none", "full", "selective"] = "none"
-    """full: recompute every layer; selective: as selective_ac_option says."""
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """full: recompute every layer; selective: as selective_ac_option says; memory_budget: as the compiler chooses."""
     selective_ac_option: str = "2"
     """With mode = "selective": "N" for every N-th layer, or "op" for the cheap operations of every layer."""
+    memory_budget: Fraction = 0.5
+    """With mode = "memory_budget": what a compiled layer may keep, from 0, its inputs alone, to 1, all that it keeps
+    without a budget."""
     preserve_rng_state: bool = True
     """Recompute with the same random numbers; no model here draws any."""
     determinism_check: Literal["default", "none"] = "default"

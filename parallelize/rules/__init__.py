@@ -83,7 +83,7 @@ def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
     if _compiles_layers(config):
         return (
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
-            'an error; a number of layers, as "2", or mode = "full" would do'
+            'an error; mode = "memory_budget", or a number of layers, as "2", would do'
         )
     if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
         return (
@@ -147,7 +147,18 @@ def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
 
 
+def _budget_misfit(config: JobConfig, degrees: Degrees) -> str:
+    partitioned = config.compile.backend in ("inductor", "aot_eager", "aot_eager_decomp_partition")
+    if config.activation_checkpoint.mode != "memory_budget" or (_compiles_layers(config) and partitioned):
+        return ""
+    return (
+        'the compiler keeps to the budget: it needs compile.enable = true, "model" among compile.components, and '
+        'the backend "inductor"; mode = "selective" needs no compiler'
+    )
+
+
 RULES: list[tuple[str, Misfit]] = [
+    ("activation_checkpoint.mode", _budget_misfit),
     ("activation_checkpoint.selective_ac_option", _per_op_misfit),
     ("parallelism.enable_async_tensor_parallel", _async_misfit),
     ("parallelism.context_parallel_rotate_method", _rotate_misfit),

@@ -39,12 +39,13 @@ PRIVATE: dict[str, dict[str, str]] = {
     },
     "ulysses": {"torch.distributed._functional_collectives": "all_to_all_single_autograd"},
     "checkpointing per operation": {
-        "torch.ops": "_c10d_functional.all_gather_into_tensor _c10d_functional.all_reduce "
-        "_c10d_functional.all_to_all_single _c10d_functional.reduce_scatter_tensor "
-        "aten._scaled_dot_product_cudnn_attention aten._scaled_dot_product_efficient_attention "
-        "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_for_cpu"
+        "torch.ops": "_c10d_functional.all_reduce _c10d_functional.all_to_all_single "
+        "_c10d_functional.reduce_scatter_tensor aten._scaled_mm aten._scaled_dot_product_cudnn_attention "
+        "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_flash_attention "
+        "aten._scaled_dot_product_flash_attention_for_cpu"
     },
     "compile": {"torch._functorch.config": "donated_buffer"},
+    "memory budget": {"torch._functorch.config": "activation_memory_budget unsafe_treat_script_objects_as_zero_size"},
     "async tensor parallel": {
         "torch._inductor.config": "_micro_pipeline_tp",
         "torch.distributed._symmetric_memory": "enable_symm_mem_for_group",
@@ -65,6 +66,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         config.parallelism.context_parallel_method: degrees.cp > 1,
         "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
         "compile": config.compile.enable,
+        "memory budget": checkpointing.mode == "memory_budget",
         "async tensor parallel": config.parallelism.enable_async_tensor_parallel,
     }
 
