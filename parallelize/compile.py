@@ -4,8 +4,19 @@ import torch
 from torch import nn
 
 from components.config import Compile, Parallelism
+from models.attention import AttentionCore
 from parallelize.mesh import Mesh
 from parallelize.schedules import schedule_of
+
+
+def _leave_out_ring(model: nn.Module) -> None:
+    """Compile what is before and after the ring, as two graphs a layer.
+
+    The compiler leaves out messages whose content its own rank does not need: the other rank would wait for ever.
+    """
+    for module in model.modules():
+        if isinstance(module, AttentionCore):
+            module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
@@ -25,8 +36,11 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
             inductor._micro_pipeline_tp = True
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
+        ring = mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring"
+        if ring:
+            _leave_out_ring(model)
         for layer in model.get_submodule("layers").children():
-            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=True)
+            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=not ring)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
         head.cross_entropy = torch.compile(head.cross_entropy, backend=config.backend)  # type: ignore[assignment, arg-type]

@@ -45,6 +45,29 @@ def test_inductor_gives_the_same_run() -> None:
     assert max(figures(each, eager)["gradient"] for each in (observed, compiled)) < 1e-5
 
 
+RING = ("--parallelism.context_parallel_degree", "4", "--parallelism.context_parallel_rotate_method")
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_a_ring_among_compiled_layers_is_the_run_of_one_process(rotate: str) -> None:
+    observed = observe(*RING, rotate, *TRACED, ranks=4, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def compile_the_ring_too() -> None:
+    rewrite("parallelize.compile", "apply_compile", "if ring:", "if False:")
+
+
+def test_a_compiled_ring_would_wait_for_ever() -> None:
+    with pytest.raises(RuntimeError, match="Timed out waiting"):
+        observe(
+            *(*RING, "allgather", *TRACED, "--comm.init_timeout_seconds", "10"),
+            ranks=4,
+            steps=1,
+            mutate=compile_the_ring_too,
+        )
+
+
 def kept_for_backward(run: train.Run) -> int:
     """Bytes that forward saves, without parameters."""
     own = {parameter.untyped_storage().data_ptr() for parameter in run.parameters}

@@ -36,7 +36,6 @@ STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
 COMPILE = ("--compile.enable", "true")
-TRACED, SOON = ("--compile.backend", "aot_eager"), ("--comm.init_timeout_seconds", "10")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
@@ -84,19 +83,13 @@ CASES = [
     ),
     Refused(
         "checkpointing per operation",
-        (*OP, "--compile.enable", "true", CP, "2"),
+        (*OP, "--compile.enable", "true", CP, "2", "--parallelism.context_parallel_method", "ulysses"),
         "gradients would be wrong without an error",
         "gradient",
     ),
     *(
         Refused("memory budget", (*BUDGET, *more), "the compiler keeps to the budget: it needs", "", ranks=1)
         for more in ((), (*COMPILE, "--compile.components", '["loss"]'), (*COMPILE, "--compile.backend", "eager"))
-    ),
-    Refused(
-        "messages of a compiled ring",
-        (CP, "2", "--parallelism.context_parallel_rotate_method", "alltoall", *COMPILE, *TRACED, *SOON),
-        "the compiler leaves out a message",
-        "error",
     ),
     Refused(
         "checkpointing per operation",

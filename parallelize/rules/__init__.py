@@ -105,17 +105,6 @@ def _async_misfit(config: JobConfig, degrees: Degrees) -> str:
     return f"it is a pass of the compiler; it needs {', '.join(missing)}" if missing else ""
 
 
-def _rotate_misfit(config: JobConfig, degrees: Degrees) -> str:
-    methods = config.parallelism.context_parallel_method, config.parallelism.context_parallel_rotate_method
-    if degrees.cp == 1 or methods != ("ring", "alltoall") or not _compiles_layers(config):
-        return ""
-    return (
-        "the compiler leaves out a message whose content one rank does not need, and the rank that sends it waits for "
-        'ever; context_parallel_rotate_method = "allgather", or context_parallel_method = "allgather_kv" or "ulysses" '
-        "would do"
-    )
-
-
 def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
     from models.attention import KERNELS
 
@@ -161,7 +150,6 @@ RULES: list[tuple[str, Misfit]] = [
     ("activation_checkpoint.mode", _budget_misfit),
     ("activation_checkpoint.selective_ac_option", _per_op_misfit),
     ("parallelism.enable_async_tensor_parallel", _async_misfit),
-    ("parallelism.context_parallel_rotate_method", _rotate_misfit),
     ("model.converters", _float8_misfit),
     ("model.attention_kernel", _kernel_misfit),
     ("compile.backend", _backend_misfit),
