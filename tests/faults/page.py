@@ -43,7 +43,7 @@ def page(rows: list[Row], results: dict[str, Any]) -> str:
     seen = {row.number: results["rows"].get(str(row.number)) for row in rows if row.tests}
     held = sum(found is not None and found["seen"] == "held" for found in seen.values())
     marks = sorted({(found["date"], found["revision"]) for found in seen.values() if found})
-    when = " and ".join(f"{date} at revision {revision}" for date, revision in marks) or "never"
+    when = ", ".join(f"{date} at revision {revision}" for date, revision in marks) or "never"
     cost = (
         f" All of it takes {results['processor_seconds']} s of processor time."
         if "processor_seconds" in results
