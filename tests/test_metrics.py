@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from components.config import load_config
-from components.metrics import Metrics, peak_flops
+from components.metrics import Metrics, _memory_gib, peak_flops
 from components.metrics.__main__ import main
 from components.metrics.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
 
@@ -132,3 +132,10 @@ def metrics_of(folder: Path) -> Metrics:
 def test_variants_of_a_gpu_have_their_own_peak_and_unknown_ones_none() -> None:
     found = {name: peak_flops(f"NVIDIA {name}") for name in ("H200", "H200 NVL", "H100 80GB HBM3", "H100 NVL", "T4")}
     assert found == {"H200": 989e12, "H200 NVL": 835e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "T4": None}
+
+
+def test_memory_of_a_gpu_is_the_peak_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    peaks = [3 * 2**30]
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: peaks[-1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peaks.append(2**30))
+    assert [_memory_gib(torch.device("cuda")) for _ in range(2)] == [3, 1]

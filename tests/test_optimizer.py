@@ -25,6 +25,7 @@ from components.optimizer import (
 )
 from components.state.init import initialize_weights
 from models.llama import FLAVORS, Llama
+from parallelize.sharding import exact_norms
 from tests.harness import observe
 
 
@@ -90,6 +91,16 @@ def test_clipping_is_by_the_norm_of_all_parameters() -> None:
     assert torch.allclose(first.grad, torch.ones(3))
     assert clip_gradients([first, second], max_norm=100.0) == pytest.approx(2.0)
     assert torch.allclose(first.grad, torch.ones(3)), "a norm below the limit is left alone"
+
+
+def test_norms_of_large_tensors_do_not_depend_on_how_they_are_split() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(2048, 2048)
+    expected = whole.double().norm().item()
+    for parts in ([whole], whole.chunk(3), whole.chunk(2, dim=1)):
+        found = torch.stack(exact_norms(list(parts))).square().sum().sqrt().item()
+        assert found == pytest.approx(expected, rel=1e-9)
+    assert whole.norm().item() != pytest.approx(expected, rel=1e-7)
 
 
 def test_a_rank_without_gradients_knows_the_norm_of_none() -> None:

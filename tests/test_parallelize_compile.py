@@ -88,7 +88,7 @@ def test_a_layer_keeps_to_its_memory_budget() -> None:
         observe(*LONG, *TRACED, *more, steps=1, at_end=kept_for_backward).extra
         for more in (*((*BUDGET, budget) for budget in ("0", "0.3", "0.5", "1")), ())
     )
-    assert whole == without
+    assert 5 * inputs < whole == without
     assert small == pytest.approx(inputs + 0.3 * (whole - inputs), rel=0.15)
     assert half == pytest.approx(inputs + 0.5 * (whole - inputs), rel=0.15)
 
