@@ -48,7 +48,7 @@ _OWN_NORM = (
     " if parameter is next(one for one in parameters if one.ndim == 1)"
     " else gradient.redistribute(placements=parameter.placements))"
 )
-_UNSHUFFLED = "index_select(1, mine if name != 'positions' else order.sort()[0].chunk(2)[cp.get_local_rank()])"
+_SHUFFLED = "rank_order(tensor, 1, ranks, balanced)"
 FAULTS = (
     Fault("gradients averaged over data parallel ranks", "fsdp 2", "parallelize.data", "apply_data_parallel",
           "divide_factor(1.0)", "divide_factor(2.0)"),
@@ -59,7 +59,7 @@ FAULTS = (
     Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.sharding", "align_gradients",
           "gradient.redistribute(placements=parameter.placements)", _OWN_NORM),
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
-          "index_select(1, mine)", _UNSHUFFLED),
+          _SHUFFLED, f"(tensor if name == 'positions' else {_SHUFFLED})"),
     Fault("an accumulation step's gradients dropped", "one rank", "train", "train_step",
           "poison_if_not_finite(part).backward()", "part.backward() if number else None"),
     Fault("weight decay on norms", "one rank", "components.optimizer", "build_optimizer",
