@@ -86,7 +86,7 @@ class Transformer(nn.Module):
     def tie_weights(self) -> None:
         """Share the embedding's table with the head, if the model ties them; called again after memory was given."""
         if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
-            (self.output.weight,) = self.tok_embeddings.parameters()
+            (self.output.weight,) = self.tok_embeddings.parameters()  # .weight may be a copy in bfloat16
 
     def forward(
         self,

@@ -19,10 +19,11 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
 
     With a memory budget the compiler chooses what a layer keeps, when its first forward compiles it.
     """
-    from torch._functorch import config as functorch
+    if config.mode == "memory_budget":
+        from torch._functorch import config as functorch
 
-    functorch.activation_memory_budget = config.memory_budget if config.mode == "memory_budget" else 1.0
-    functorch.unsafe_treat_script_objects_as_zero_size = True  # they are process groups
+        functorch.activation_memory_budget = config.memory_budget
+        functorch.unsafe_treat_script_objects_as_zero_size = True  # they are process groups
     if config.mode in ("none", "memory_budget"):
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"

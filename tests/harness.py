@@ -25,6 +25,7 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 # Imported at first use by every rank, in a second: once, before the fork.
 import torch._dynamo
 import torch._dynamo.utils
+import torch._functorch.config
 import torch.distributed as dist
 import torch.distributed._functional_collectives
 import torch.distributed.pipelining
@@ -233,6 +234,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     vars(train)["clip_gradients"] = clip
     torch._dynamo.reset()  # what one case compiles is not counted with another's
     torch._dynamo.utils.counters.clear()
+    torch._functorch.config.activation_memory_budget = 1.0
     torch.use_deterministic_algorithms(False)
     by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
     return Observation(
