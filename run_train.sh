@@ -44,6 +44,8 @@ modern() {
 
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     find_python
+    # gloo connects each rank with every other one, by two sockets: beyond the usual 1,024 files from about 500 ranks on.
+    ulimit -Sn "$(ulimit -Hn)" 2>/dev/null || true
     # Before the caller's own path, so that no other `components` is found first. -P: nor beside start.py.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
     exec "$python" -P "$root/components/start.py" "$@"

@@ -49,6 +49,14 @@ def test_run_train_uses_a_python_that_has_all(copy: Path, tmp_path: Path) -> Non
     assert words == "['--a.b', 'two words']"
 
 
+def test_ranks_may_open_as_many_files_as_the_system_allows(copy: Path, tmp_path: Path) -> None:
+    """Each rank has two sockets to every other."""
+    (copy / "components/start.py").write_text("import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE))\n")
+    script = tmp_path / "few.sh"
+    script.write_text(f"ulimit -Sn 256; ulimit -Hn 300; exec '{copy}/run_train.sh'\n")
+    assert run(Path("/bin/bash"), str(script), cwd=tmp_path, PYTHON=sys.executable).stdout == "(300, 300)\n"
+
+
 def test_run_train_refuses_a_python_that_lacks_something(copy: Path, tmp_path: Path) -> None:
     python = bare_python(tmp_path / "bare")
     done = run(copy / "run_train.sh", cwd=tmp_path, PYTHON=str(python))
