@@ -194,7 +194,8 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     run.optimizer.zero_grad()
     loss = torch.zeros((), device=run.device)
     for number in range(run.accumulation_steps):
-        set_gradient_sync(run.stages, last=number == run.accumulation_steps - 1)
+        last = number == run.accumulation_steps - 1
+        set_gradient_sync(run.stages, last, config.parallelism.fsdp_reduce_gradients)
         batch = own_part(run, next(batches))
         # The summed loss is divided before backward, by all ranks' labels: gradients are then only added up.
         if run.pipeline:

@@ -71,8 +71,12 @@ def reshard(stages: list[nn.Module]) -> None:
             module.reshard()
 
 
-def set_gradient_sync(stages: list[nn.Module], last: bool) -> None:
-    """Let the next backward reduce gradients if it is the last of its optimizer step."""
+def set_gradient_sync(stages: list[nn.Module], last: bool, reduce: str) -> None:
+    """Whether the next backward reduces gradients: if it is the last of its optimizer step, or if `reduce` is "each".
+
+    Replicas of shards add up their own shards, and are summed in the last backward.
+    """
     for stage in stages:
         if isinstance(stage, FSDPModule):
-            stage.set_requires_gradient_sync(last)
+            stage.set_requires_gradient_sync(last or reduce == "each")
+            stage.set_requires_all_reduce(last)

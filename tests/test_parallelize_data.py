@@ -1,6 +1,7 @@
 """Data parallel layouts are the run of one process: weights, tokens, loss, gradients, norm and later weights."""
 
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.harness import Observation, broken_bars, figures, observe, rewrite
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
+REDUCE = "--parallelism.fsdp_reduce_gradients"
 LOCAL = "--training.local_batch_size"
 GLOBAL_BATCH = 36
 
@@ -60,12 +62,34 @@ def test_odd_sizes_and_tied_tables(flavor: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["one", "ddp 2", "fsdp 2 default", "hsdp 2x2"])
-@pytest.mark.parametrize("setting", ["--training.enable_cpu_offload=true", "--parallelism.fsdp_prefetch_layers=2"])
-def test_offload_and_prefetch(setting: str, layout: str) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    ["--training.enable_cpu_offload=true", "--parallelism.fsdp_prefetch_layers=2", f"{REDUCE}=each"],
+)
+def test_offload_prefetch_and_reduction(setting: str, layout: str) -> None:
     """On the CPU offloading moves nothing, but its path is another one."""
     ranks, overrides = LAYOUTS.get(layout, (1, ()))
     observed = observe(setting, *overrides, *local_batch(ranks, 3), ranks=ranks, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def reduced_between_accumulation_steps(run: train.Run) -> list[bool]:
+    """Whether all gradients are there as shards, each time that a batch is asked for."""
+    asked, batches = [], train.local_batches(run)
+
+    def watched() -> Iterator[train.Batch]:
+        for batch in batches:
+            asked.append(all(parameter.grad is not None for parameter in run.parameters))
+            yield batch
+
+    train.train_step(run, watched(), train.valid_tokens(run))
+    return asked
+
+
+@pytest.mark.parametrize(("reduce", "reduced"), [("last", [False] * 3), ("each", [False, True, True])])
+def test_gradients_are_reduced_when_the_key_says(reduce: str, reduced: list[bool]) -> None:
+    words = (SHARD, "2", REDUCE, reduce, *local_batch(2, 3))
+    assert observe(*words, ranks=2, steps=0, at_end=reduced_between_accumulation_steps).extra == reduced
 
 
 @pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2 default", "hsdp 2x2"])

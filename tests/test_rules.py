@@ -35,6 +35,7 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+REDUCE = "--parallelism.fsdp_reduce_gradients"
 COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
@@ -81,6 +82,7 @@ CASES = [
         ranks=4,
         model=SIX,
     ),
+    Refused("reduce", (PP, "2", REDUCE, "each"), '"last" would do', "", model=SIX),
     Refused(
         "checkpointing per operation",
         (*OP, "--compile.enable", "true", CP, "2", "--parallelism.context_parallel_method", "ulysses"),

@@ -164,6 +164,9 @@ class Parallelism:
     pipeline, otherwise always except for the head."""
     fsdp_prefetch_layers: Positive = 1
     """Layers whose weights are gathered ahead of the computing layer; each costs the memory of its weights."""
+    fsdp_reduce_gradients: Literal["last", "each"] = "last"
+    """Accumulation steps that reduce gradients: the last one, until which each rank adds up whole gradients in float32;
+    or each one, which keeps only shards from one accumulation step to the next."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each weight matrix."""
     sequence_parallel: bool = True

@@ -158,6 +158,7 @@ RULES: list[tuple[str, Misfit]] = [
     _pipeline("module_fqns_per_model_part", pipeline.modules_misfit),
     _pipeline("pipeline_parallel_microbatch_size", pipeline.micro_batches_misfit),
     _pipeline("fsdp_reshard_after_forward", pipeline.reshard_misfit),
+    _pipeline("fsdp_reduce_gradients", pipeline.reduce_misfit),
     _pipeline("pipeline_parallel_degree", pipeline.tied_misfit),
     ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),

@@ -67,6 +67,12 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def reduce_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if config.parallelism.fsdp_reduce_gradients == "last":
+        return ""
+    return 'a stage adds up the gradients of all micro-batches and reduces them once; "last" would do'
+
+
 def tied_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not sizes_of(config).tie_embeddings:
         return ""
