@@ -1,57 +1,19 @@
-"""The core of attention, which has no parameters: the keys that a query sees, and the kernels.
+"""The core of attention, which has no parameters: its kernels. What a query sees stands in visible.py.
 
 Shapes are named as in layers.py; T is the number of keys.
 """
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True, eq=False)
-class Visible:
-    """Which keys each query sees: those up to its own place, of its document, and inside the window.
-
-    Keys stand in the order of the sequence. The queries have the last S places: query i has the place of key T - S + i.
-    """
-
-    queries: int
-    keys: int
-    device: torch.device
-    documents_BT: Tensor | None = None
-    """Each key's document; None if all keys are of one document."""
-    window: int | None = None
-    """The most keys that a query sees, its own included; None for no window."""
-    made: Any = None
-    """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether the plain causal mask applies: a query for every key, no documents, no window."""
-        return self.queries == self.keys and self.documents_BT is None and self.window is None
-
-    def part(self, start: int, stop: int) -> "Visible":
-        """Visible of the queries from start to stop alone, with the keys up to the last of these queries."""
-        keys = self.keys - self.queries + stop
-        documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
-        return Visible(stop - start, keys, self.device, documents_BT, self.window)
-
-    def dense(self) -> Tensor:
-        """(1, 1, S, T) bool, or with documents (B, 1, S, T): true where the query sees the key."""
-        keys = torch.arange(self.keys, device=self.device)
-        queries = keys[self.keys - self.queries :, None]
-        seen = queries >= keys
-        if self.window is not None:
-            seen = seen & (queries - keys < self.window)
-        if self.documents_BT is None:
-            return seen[None, None]
-        own_BS = self.documents_BT[:, self.keys - self.queries :]
-        return ((own_BS[:, :, None] == self.documents_BT[:, None, :]) & seen)[:, None]
+from models import flex
+from models.visible import Visible
 
 
 class Kernel(NamedTuple):
@@ -134,9 +96,15 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """The faster one of _plain and _sdpa."""
+    """The fastest kernel. On a GPU torch's fused ones are slow with a mask, and FlexAttention computes less."""
+    if q.device.type != "cpu" and visible.made is not None:
+        return flex.attend(q, k, v, visible)
     short = q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0)
     return (_plain if short else _sdpa)(q, k, v, visible)
+
+
+def _mask_of_the_device(visible: Visible) -> Any:
+    return (_dense_unless_causal if visible.device.type == "cpu" else flex.blocks_unless_causal)(visible)
 
 
 # On CPU blocks are quicker than the fused kernel (tests/benchmarks/attention.py), but keep half of the probabilities.
@@ -144,9 +112,10 @@ _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
 
 KERNELS: dict[str, Kernel] = {
-    "auto": Kernel(_auto, _dense_unless_causal),
+    "auto": Kernel(_auto, _mask_of_the_device),
     "plain": Kernel(_plain, _dense_unless_causal),
     "sdpa": Kernel(_sdpa, _dense_unless_causal),
+    "flex": Kernel(flex.attend, flex.blocks),
 }
 """By the name that model.attention_kernel gives."""
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import train
-from models import attention
+from models import attention, flex
 from models.attention import KERNELS, AttentionCore, Kernel, Visibility, Visible
 from models.llama import FLAVORS, Llama
 from parallelize.groups import gather
@@ -58,8 +60,10 @@ def test_a_part_is_rows_of_the_whole_without_the_keys_that_none_of_them_sees() -
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", SEEN)
 def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And its gradients; the plain one by blocks of five queries and what is left over."""
+    """And its gradients; the plain one by blocks of five queries and what is left over, flex by blocks of 4."""
     monkeypatch.setattr(attention, "_QUERIES", 5)
+    monkeypatch.setattr(flex, "BLOCK", 4)
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)  # which refuses its backward on a CPU
     torch.manual_seed(0)
     visible = KERNELS[kernel].prepare(SEEN[name])
     given = [torch.randn(2, heads, length, 8) for heads, length in ((4, visible.queries), *[(2, visible.keys)] * 2)]
@@ -78,8 +82,32 @@ def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str, monkeypa
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found))
 
 
-@pytest.mark.parametrize("documents", [False, True])
-def test_it_is_made_once_a_forward_and_layers_are_compiled_once(documents: bool) -> None:
+@pytest.mark.parametrize("name", SEEN)
+def test_flex_lists_the_blocks_of_the_mask_that_are_seen_in_part_and_as_a_whole(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex, "BLOCK", 2)
+    mask, made = SEEN[name].dense()[:, 0], flex.blocks(SEEN[name])
+    rows, columns = (-(-length // 2) for length in mask.shape[1:])
+    padded = F.pad(mask, (0, 2 * columns - mask.shape[2], 0, 2 * rows - mask.shape[1]))
+    tiles = padded.view(-1, rows, 2, columns, 2).transpose(2, 3)
+    whole = tiles.all(-1).all(-1)
+    for kind, numbers, counts in (
+        (tiles.any(-1).any(-1) & ~whole, made.kv_indices, made.kv_num_blocks),
+        (whole, made.full_kv_indices, made.full_kv_num_blocks),
+    ):
+        for (*place, row), count in zip(
+            torch.cartesian_prod(*map(torch.arange, counts.shape)).tolist(), counts.flatten()
+        ):
+            assert numbers[*place, row, :count].tolist() == kind[place[0], row].nonzero().flatten().tolist()
+    assert name != "causal" or whole.any()
+
+
+@pytest.mark.parametrize(("kernel", "documents"), [("auto", False), ("auto", True), ("flex", True)])
+def test_it_is_made_once_a_forward_and_layers_are_compiled_once(
+    kernel: str, documents: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
     made, compiled = [], CompileCounter()
 
     def count(wants: Callable, visible: Visible) -> Tensor | None:
@@ -89,8 +117,8 @@ def test_it_is_made_once_a_forward_and_layers_are_compiled_once(documents: bool)
     def refuse(visible: Visible) -> None:
         raise AssertionError("made anew in a layer")
 
-    model, auto = Llama(FLAVORS["tiny"]), KERNELS["auto"]
-    model.visibility.kernel, of_layers = Kernel(auto.attend, partial(count, auto.wants)), Kernel(auto.attend, refuse)
+    model, asked = Llama(FLAVORS["tiny"]), KERNELS[kernel]
+    model.visibility.kernel, of_layers = Kernel(asked.attend, partial(count, asked.wants)), Kernel(asked.attend, refuse)
     layer: Any
     for layer in model.layers.children():
         layer.attention.core.kernel = of_layers

@@ -231,12 +231,13 @@ def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
 
 
 def test_what_a_device_lacks_is_named() -> None:
-    config = config_of("--profiling.enable_memory_snapshot", ASYNC)
+    config = config_of("--profiling.enable_memory_snapshot", ASYNC, KERNEL, "flex")
     with pytest.raises(ConfigError) as refused:
         check_device(config, None)
     assert [message.partition("=")[0].rpartition(".")[2].strip() for message in refused.value.messages] == [
         "enable_memory_snapshot",
         "enable_async_tensor_parallel",
+        "attention_kernel",
     ]
     check_device(config, (9, 0))
 

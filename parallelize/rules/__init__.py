@@ -193,6 +193,7 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
         "compile.backend": inductor and cuda is None and " " in torch_path,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
+        "model.attention_kernel": config.model.attention_kernel == "flex" and cuda is None,
         "model.converters": float8 and (cuda is None or cuda < (8, 9)),
     }
     reasons = {
@@ -200,6 +201,7 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
         "compile.backend": f"on the CPU it cannot link with a torch whose path has a space: {torch_path}",
         "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
         "parallelism.enable_async_tensor_parallel": "it needs CUDA",
+        "model.attention_kernel": "FlexAttention has no backward on a CPU",
         "model.converters": "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
     }
     if found := [mistake(config, key, reasons[key]) for key in wrong if wrong[key]]:

@@ -25,6 +25,8 @@ from components.dry_run import init_fake_group
 from components.state.copies import HostCopies
 from components.state.init import give_memory
 from models import meta_model
+from models.attention import KERNELS
+from models.visible import Visible
 from parallelize import parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from tests.fake_cuda import Case
@@ -125,7 +127,9 @@ def _build(case: Case, fake: FakeTensorMode) -> Callable[[], object]:
     copies = HostCopies()
 
     def step() -> None:
-        """And the copy of a background save."""
+        """A training step, the copy of a background save, and FlexAttention's blocks, though attention is plain."""
+        documents = torch.zeros(2, 300, dtype=torch.int64, device=device)
+        KERNELS["auto"].prepare(Visible(200, 300, device, documents, 50))
         train.train_step(run, batches, 1)
         copies.of({str(number): parameter.detach() for number, parameter in enumerate(run.parameters)})
 

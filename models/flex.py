@@ -1,0 +1,89 @@
+"""Attention by torch's FlexAttention (arXiv:2412.05496): of blocks of 128 queries and 128 keys only some are computed.
+
+No tensor of all pairs of queries and keys is made. On a CPU it has no backward.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.visible import Visible
+
+BLOCK = 128
+Range = tuple[Tensor, Tensor]
+"""First and last of a block, or smallest and largest; of blocks of queries (.., R, 1), of keys (.., 1, C)."""
+
+
+def blocks(visible: Visible) -> Any:
+    """torch's BlockMask: which blocks of keys a block of queries sees in part, and which as a whole."""
+    from torch.nn.attention.flex_attention import BlockMask  # 1 s to import
+
+    before, documents_BT, window = visible.keys - visible.queries, visible.documents_BT, visible.window
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = query + before
+        seen = place >= key
+        if window is not None:
+            seen = seen & (place - key < window)
+        if documents_BT is not None:
+            seen = seen & (documents_BT[row, place] == documents_BT[row, key])
+        return seen
+
+    rows, columns = (_starts(count, visible.device) for count in (visible.queries, visible.keys))
+    row = rows[:, None] + before, (rows[:, None] + BLOCK).clamp(max=visible.queries) - 1 + before
+    column = columns[None], (columns[None] + BLOCK).clamp(max=visible.keys) - 1
+    some, all_ = row[1] >= column[0], row[0] >= column[1]
+    if window is not None:
+        some, all_ = some & (row[0] - column[1] < window), all_ & (row[1] - column[0] < window)
+    some, all_ = some[None], all_[None]
+    if documents_BT is not None:
+        low, high = _documents(documents_BT, rows + before, -1)
+        other_low, other_high = _documents(documents_BT, columns, -2)
+        some = some & (low <= other_high) & (other_low <= high)
+        all_ = all_ & (low == high) & (other_low == other_high) & (low == other_low)
+    # A block that is cut off at the end is never whole.
+    whole = (rows + BLOCK <= visible.queries)[:, None] & (columns + BLOCK <= visible.keys)
+    parts = _listed(some & ~(all_ & whole)) + _listed(some & all_ & whole)
+    return BlockMask.from_kv_blocks(*parts, BLOCK, sees, (visible.queries, visible.keys))
+
+
+def blocks_unless_causal(visible: Visible) -> Any:
+    """None for the plain causal mask, for which torch has faster kernels."""
+    return None if visible.is_causal else blocks(visible)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    """A kernel of models/attention.py."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    alone = q.device.type != "cpu" and not torch.compiler.is_compiling()
+    run: Any = _compiled() if alone else flex_attention
+    return run(q, k, v, block_mask=visible.made, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@cache
+def _compiled() -> Any:
+    """On a GPU the kernel exists only compiled."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _starts(count: int, device: torch.device) -> Tensor:
+    return torch.arange(0, count, BLOCK, device=device)
+
+
+def _documents(documents_BT: Tensor, starts: Tensor, dim: int) -> Range:
+    """The smallest and the largest document of each block, (B, R, 1) for dim -1 or (B, 1, C) for dim -2."""
+    places = (starts[:, None] + torch.arange(BLOCK, device=starts.device)).clamp(max=documents_BT.shape[1] - 1)
+    low, high = torch.aminmax(documents_BT[:, places], dim=-1)
+    return low.unsqueeze(dim), high.unsqueeze(dim)
+
+
+def _listed(blocks_BRC: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of blocks: how many there are, (B, 1, R), and their numbers before all others, (B, 1, R, C)."""
+    flags = blocks_BRC[:, None].to(torch.int32)
+    numbers = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(dim=-1, dtype=torch.int32), numbers.to(torch.int32)
