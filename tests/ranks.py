@@ -64,7 +64,7 @@ class Ranks:
                 pipe.send(case)
         answers = [_answers(pipe, deadline) for pipe in self._pipes]
         if all(answers):
-            return torch.load(Path(self._folder.name) / "result", weights_only=False)
+            return torch.load(Path(self._folder.name) / "result", map_location="cpu", weights_only=False)
         for process in self._processes:
             process.join(5)
         codes = [process.exitcode for process in self._processes]

@@ -11,36 +11,18 @@ Other projects are installed into .cache/peers, beside this environment's own to
 
 import argparse
 import json
-import os
-import socket
-import statistics
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from components.config import ROOT
 from components.metrics import git_revision
+from tests.benchmarks.peers.sides import NO_LAYOUT, install, measure
 
-FOLDER = ROOT / ".cache" / "peers"
 PAGE, RESULTS = ROOT / "docs" / "performance.md", Path(__file__).parent / "results.json"
 PICTURE = ROOT / "assets" / "figures" / "performance.png"
 Results = dict[str, dict[str, list[dict[str, float]]]]
 """Row -> side -> the times of each turn."""
-PEERS = {
-    "torchtitan": ["torchtitan==0.2.2", "einops", "pillow"],
-    "litgpt": ["litgpt==0.5.13", "lightning", "lightning-utilities", "torchmetrics", "jsonargparse"],
-}
-"""What is installed for a peer, without what this environment has."""
-SIDES = {
-    "here": ["-m", "tests.benchmarks.peers.ours"],
-    "torchtitan": [str(Path(__file__).parent / "titan.py")],
-    "litgpt": [str(Path(__file__).parent / "lit.py")],
-    "Trainer": ["-m", "tests.benchmarks.peers.trainer"],
-    "bare loop": ["-m", "tests.benchmarks.peers.bare"],
-    "matrix products": ["-m", "tests.benchmarks.peers.products"],
-}
 SMALL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 4096, "seq": 256, "batch": 4}
 LARGER = SMALL | {"dim": 512, "layers": 8, "ffn": 1536, "vocab": 8192}
 TIMED = {"warm": 3, "steps": 10}
@@ -56,17 +38,10 @@ class Row:
     bar: float
     """The least ratio asked of the second side's time to ours."""
 
-    @property
-    def ranks(self) -> int:
-        ranks = 1
-        for degree in self.job["layout"].values():
-            ranks *= degree
-        return ranks
-
 
 def _row(name: str, dtype: str, bar: float, sizes: dict[str, Any] = SMALL, **more: Any) -> Row:
     sides = more.pop("sides", ("here", "torchtitan"))
-    return Row(f"{name}, {dtype}", sizes | TIMED | {"dtype": dtype, "compile": False, "layout": {}} | more, sides, bar)
+    return Row(f"{name}, {dtype}", NO_LAYOUT | sizes | TIMED | {"dtype": dtype} | more, sides, bar)
 
 
 ALONE = ("here", "torchtitan", "bare loop", "matrix products")
@@ -84,50 +59,6 @@ ROWS = [
     _row("one process, litgpt", "bfloat16", 1.3, sides=("here", "litgpt")),
     _row("one process, transformers' Trainer", "bfloat16", 1.3, sides=("here", "Trainer")),
 ]
-
-
-def install() -> None:
-    """Every peer into a folder of its own; what is there stays."""
-    for peer, packages in PEERS.items():
-        if not (FOLDER / peer).exists():
-            print(f"installing {peer}", flush=True)
-            command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(FOLDER / peer)]
-            subprocess.run([*command, *packages], check=True)
-
-
-def measure(side: str, row: Row) -> dict[str, float]:
-    """Seconds of a step, averaged over ranks: processor and wall."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {
-        "WORLD_SIZE": str(row.ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(FOLDER / side), str(ROOT)] if side in PEERS else [str(ROOT)]),
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, *SIDES[side], json.dumps(row.job)],
-            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(row.ranks)
-    ]
-    found = []
-    for rank in ranks:
-        out, _ = rank.communicate(timeout=1200)
-        lines = [line for line in out.splitlines() if line.startswith('{"rank"')]
-        if not lines:
-            raise RuntimeError(f"{side}, {row.name}:\n{out[-3000:]}")
-        found.append(json.loads(lines[-1]))
-    return {clock: statistics.mean(each[clock] for each in found) for clock in ("processor", "wall")}
 
 
 def best(times: list[dict[str, float]], clock: str) -> float:
@@ -191,7 +122,7 @@ def main() -> None:
         times: dict[str, list[dict[str, float]]] = {side: [] for side in row.sides}
         for _ in range(options.turns):
             for side in row.sides:
-                times[side].append(measure(side, row))
+                times[side].append(measure(side, row.job))
         results[row.name] = times
         print(table({row.name: times}).splitlines()[-1], flush=True)
     if not options.only:

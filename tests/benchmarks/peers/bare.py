@@ -13,10 +13,15 @@ from tests.benchmarks.peers.ours import sizes
 def main() -> None:
     given = job()
     torch.manual_seed(0)
-    clock, model = Clock(given["warm"], given["steps"]), Llama(sizes(given))
+    clock, device = Clock(given), given["device"]
+    with torch.device(device):
+        model = Llama(sizes(given))
+    if given["compile"]:
+        for layer in model.layers.children():
+            layer.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    tokens = torch.randint(given["vocab"], (given["batch"], given["seq"] + 1))
-    mixed = torch.autocast("cpu", torch.bfloat16) if given["dtype"] == "bfloat16" else nullcontext()
+    tokens = torch.randint(given["vocab"], (given["batch"], given["seq"] + 1), device=device)
+    mixed = torch.autocast(device, torch.bfloat16) if given["dtype"] == "bfloat16" else nullcontext()
     while True:
         clock.tick()
         optimizer.zero_grad()

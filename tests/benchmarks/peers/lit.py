@@ -30,7 +30,7 @@ class Tokens:
 
 def main() -> None:
     given = job()
-    clock, tokens = Clock(given["warm"], given["steps"]), (given["batch"], given["seq"], given["vocab"])
+    clock, tokens = Clock(given), (given["batch"], given["seq"], given["vocab"])
     mixed = given["dtype"] == "bfloat16"
     fabric = lightning.Fabric(accelerator="cpu", devices=1, precision="bf16-mixed" if mixed else "32-true")
     config = Config(

@@ -17,9 +17,15 @@ DEGREES = {
     "pp": "pipeline_parallel_degree",
 }
 
+CHECKPOINTING = {
+    "none": (),
+    "full": ("--activation_checkpoint.mode", "full"),
+    "op": ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op"),
+}
+
 
 def words(job: Job) -> list[str]:
-    """The command line of a job, for this process's command line or for a launcher."""
+    """The command line of a job; its own words: more settings; its folder: the run's, if it is to be kept."""
     degrees = {"ddp": 1, "fsdp": 1} | job["layout"]
     layout = (word for axis, degree in degrees.items() for word in (f"--parallelism.{DEGREES[axis]}", str(degree)))
     return [
@@ -28,12 +34,16 @@ def words(job: Job) -> list[str]:
         *("--training.mixed_precision_param", job["dtype"], "--training.steps", "1000"),
         *("--compile.enable", str(job["compile"]).lower(), "--validation.enable", "false"),
         *("--checkpoint.enable", "false", "--metrics.log_freq", "1000", *layout),
+        *CHECKPOINTING.get(job["checkpointing"], ("--activation_checkpoint.mode", "memory_budget")),
+        *(("--model.converters", '["quantize.linear.float8"]') if job["float8"] else ()),
+        *job.get("words", ()),
+        *("--job.dump_folder", job.get("folder") or tempfile.mkdtemp()),
     ]
 
 
 def sizes(job: Job) -> LlamaConfig:
     return replace(
-        FLAVORS["debug"],
+        FLAVORS[job.get("flavor", "debug")],
         dim=job["dim"],
         n_layers=job["layers"],
         n_heads=job["heads"],
@@ -45,7 +55,7 @@ def sizes(job: Job) -> LlamaConfig:
 
 def main() -> None:
     given = job()
-    clock = Clock(given["warm"], given["steps"])
+    clock = Clock(given)
     FLAVORS["peers"] = sizes(given)
     step: Any = train.train_step
 
@@ -54,7 +64,7 @@ def main() -> None:
         return step(*arguments)
 
     vars(train)["train_step"] = timed
-    run_to_exit(train.main, [*words(given), "--job.dump_folder", tempfile.mkdtemp()])
+    run_to_exit(train.main, words(given))
 
 
 if __name__ == "__main__":

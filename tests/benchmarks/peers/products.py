@@ -11,7 +11,7 @@ from tests.benchmarks.peers.ours import sizes
 def main() -> None:
     given = job()
     dtype = getattr(torch, given["dtype"])
-    clock, model = Clock(given["warm"], given["steps"]), Llama(sizes(given)).to(dtype)
+    clock, model = Clock(given), Llama(sizes(given)).to(dtype)
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     tokens = given["batch"] * given["seq"]
     with torch.no_grad():

@@ -22,24 +22,25 @@ from torch.distributed.fsdp import FSDPModule
 sys.path.insert(0, str(Path(__file__).parent))
 from clock import Clock, job
 
-memory = types.SimpleNamespace(total_memory=2**34)
-for name, value in {
-    "get_device_name": lambda device=None: "cpu",
-    "get_device_properties": lambda device=None: memory,
-    "reset_peak_memory_stats": lambda device=None: None,
-    "empty_cache": lambda: None,
-    "memory_stats": lambda device=None: {},
-    "current_device": lambda: 0,
-}.items():
-    setattr(torch.cpu, name, value)
-torch._utils._get_available_device_type = lambda: "cpu"
+if job()["device"] == "cpu":
+    memory = types.SimpleNamespace(total_memory=2**34)
+    for name, value in {
+        "get_device_name": lambda device=None: "cpu",
+        "get_device_properties": lambda device=None: memory,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "empty_cache": lambda: None,
+        "memory_stats": lambda device=None: {},
+        "current_device": lambda: 0,
+    }.items():
+        setattr(torch.cpu, name, value)
+    torch._utils._get_available_device_type = lambda: "cpu"
+    all_reduce = functional.all_reduce
+    vars(functional)["all_reduce"] = lambda x, reduceOp, group, tag="": all_reduce(
+        x, "sum" if reduceOp.lower() == "avg" else reduceOp, group, tag
+    )
 kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
 kernels.generate_permute_indices = None
 sys.modules[kernels.__name__] = kernels
-all_reduce = functional.all_reduce
-vars(functional)["all_reduce"] = lambda x, reduceOp, group, tag="": all_reduce(
-    x, "sum" if reduceOp.lower() == "avg" else reduceOp, group, tag
-)
 
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3.infra import parallelize
@@ -57,7 +58,8 @@ def only_sums(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-parallelize.disable_fsdp_gradient_division = only_sums
+if job()["device"] == "cpu":
+    parallelize.disable_fsdp_gradient_division = only_sums
 
 
 class Tokens:
@@ -76,9 +78,9 @@ class Tokens:
 
 def main() -> None:
     given = job()
-    clock = Clock(given["warm"], given["steps"])
+    clock = Clock(given)
     # Its feed-forward width is two thirds of 4 dim, rounded up to multiple_of.
-    assert 8 * given["dim"] // 3 <= given["ffn"] < 8 * given["dim"] // 3 + 256
+    assert 8 * given["dim"] // 3 <= given["ffn"]
     sizes = TransformerModelArgs(
         dim=given["dim"],
         n_layers=given["layers"],
@@ -101,7 +103,15 @@ def main() -> None:
     config.training.local_batch_size, config.training.seq_len = given["batch"], given["seq"]
     config.training.steps, config.metrics.log_freq = 1000, 1000
     config.training.mixed_precision_param = given["dtype"]
-    config.activation_checkpoint.mode = "none"
+    checkpointing = given["checkpointing"]
+    config.activation_checkpoint.mode = {"none": "none", "full": "full", "op": "selective"}.get(
+        checkpointing, "memory_budget"
+    )
+    config.activation_checkpoint.selective_ac_option = "op"
+    config.activation_checkpoint.memory_budget = 0.5
+    if given["float8"]:
+        config.model.converters = ["quantize.linear.float8"]
+        config.quantize.linear.float8.recipe_name = "rowwise_with_gw_hp"
     config.compile.enable = given["compile"]
     config.parallelism.data_parallel_replicate_degree = layout.get("ddp", 1)
     config.parallelism.data_parallel_shard_degree = layout.get("fsdp", 1)

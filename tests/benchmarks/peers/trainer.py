@@ -61,7 +61,7 @@ def main() -> None:
         torch_compile=given["compile"],
     )
     tokens = Tokens(given["seq"], given["vocab"])
-    clock = Clock(given["warm"], given["steps"])
+    clock = Clock(given)
     Trainer(LlamaForCausalLM(sizes), arguments, train_dataset=tokens, callbacks=[Ticks(clock)]).train()
 
 

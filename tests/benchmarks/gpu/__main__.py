@@ -1,0 +1,192 @@
+"""Checks every fast path on a GPU against float32 on the CPU, then measures training steps and profiles the best one.
+
+python -m tests.benchmarks.gpu                      all of it, on the first GPU; goes on where it was stopped
+python -m tests.benchmarks.gpu --seconds 540        begins nothing that could end later than that
+python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name
+python -m tests.benchmarks.gpu --nccl               the layouts of the matrix, on as many GPUs as there are
+python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
+
+Results are added to results.jsonl in --folder, and the tables written to tables.md beside it. torchtitan is measured if
+.cache/peers has it (`python -m tests.benchmarks.peers.sides` installs it, where the network allows it).
+"""
+
+import argparse
+import gzip
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+# A rank is forked from a process that may ask for GPUs but not use one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+import torch
+
+from components.config import ROOT, ConfigError
+from components.metrics import git_revision, peak_flops
+from models import meta_model
+from tests import matrix
+from tests.benchmarks.gpu.rows import PATHS, SIZES, STEPS, TINY, FastPath, Step
+from tests.benchmarks.peers import sides
+from tests.harness import figures, observe
+
+MOST_SECONDS = 240
+"""Of a side: compiling 8B takes a minute or two."""
+Row = dict[str, Any]
+
+
+def check(path: FastPath) -> Row:
+    """Errors of loss and worst gradient against float32 on the CPU; or why the path is refused on this device."""
+    run = (*SIZES, *path.run)
+    float32 = ("--training.mixed_precision_param", "float32")
+    reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
+    try:
+        found = figures(observe(*run, *path.words, steps=1), reference)
+    except RuntimeError as error:
+        refused = ConfigError.__name__ in str(error)
+        return {"verdict": "refused" if refused else "error", "why": str(error).strip().splitlines()[-1]}
+    errors = {"loss": found["loss"], "gradient": found["gradient"]}
+    held = all(error <= bar for error, bar in zip(errors.values(), path.bars, strict=True))
+    return {"verdict": "holds" if held else "broken", **errors}
+
+
+def time_of(side: str, step: Step, device: str) -> Row:
+    """Seconds of a step and bytes at its peak; or why there are none."""
+    if side in sides.PEERS and not (sides.FOLDER / side).exists():
+        return {"why": "not installed"}
+    try:
+        return dict(sides.measure(side, step.job(device), MOST_SECONDS))
+    except subprocess.TimeoutExpired:
+        return {"why": f"longer than {MOST_SECONDS} s"}
+    except RuntimeError as error:
+        return {"why": "out of memory" if "OutOfMemory" in str(error) else str(error).strip().splitlines()[-1][:200]}
+
+
+def profile(step: Step, device: str, folder: Path) -> Row:
+    """Time by operation of one step: the 25 longest, of the GPU's kernels if there is a GPU."""
+    words = ("--profiling.enable_profiling", "true", "--profiling.profile_freq", "10")
+    job = step.job(device) | {"folder": str(folder / "profile"), "steps": 12}
+    sides.measure("here", job | {"words": (*step.words, *words)}, MOST_SECONDS)
+    (trace,) = (folder / "profile").glob("profile_traces/step-10/rank_0.json.gz")
+    spent: Counter[str] = Counter()
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        if event.get("cat") == ("kernel" if device == "cuda" else "cpu_op"):
+            spent[event["name"]] += event["dur"]
+    return {"step": step.name, "milliseconds": {name: us / 1e3 for name, us in spent.most_common(25)}}
+
+
+def flops(step: Step) -> tuple[int, int]:
+    """Of a token, with attention counted full and half."""
+    return meta_model("llama", step.flavor).flops_per_token(step.seq)
+
+
+def speed(step: Step, row: Row, device: str) -> tuple[float, str]:
+    """Tokens a second, and the model's FLOP/s over the device's peak."""
+    tokens = step.batch * step.seq / row["wall"]
+    peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
+    return tokens, " / ".join(f"{tokens * count / peak:.1%}" for count in flops(step)) if peak else ""
+
+
+def tables(rows: dict[str, Row], steps: list[Step], device: str) -> str:
+    """Markdown of all results."""
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    revision = (git_revision()["revision"] or "unknown")[:7]
+    lines = [f"{name}, torch {torch.__version__}, revision {revision}.", ""]
+    lines += ["| against float32 on the CPU | error of the loss | of the worst gradient | |", "|---|---|---|---|"]
+    for path in PATHS:
+        if row := rows.get(path.name):
+            errors = [f"{row[figure]:.1e}" if figure in row else "" for figure in ("loss", "gradient")]
+            lines.append(f"| {path.name} | {' | '.join(errors)} | {row['verdict']} {row.get('why', '')} |")
+    lines += ["", "| a step | tokens/s | MFU, attention full / half | peak, GiB | bare loop | torchtitan |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for step in steps:
+        if not (row := rows.get(f"{step.name}: here")):
+            continue
+        shown = [row.get("why", ""), "", ""]
+        if "wall" in row:
+            tokens, mfu = speed(step, row, device)
+            shown = [f"{tokens:,.0f}", mfu, f"{row['peak_bytes'] / 2**30:.1f}"]
+        for side in ("bare loop", "torchtitan"):
+            other = rows.get(f"{step.name}: {side}", {})
+            shown.append(f"{speed(step, other, device)[0]:,.0f}" if "wall" in other else other.get("why", ""))
+        lines.append(f"| {step.name} | {' | '.join(shown)} |")
+    if found := rows.get("profile"):
+        lines += ["", f"| operation, {found['step']} | ms |", "|---|---|"]
+        lines += [f"| {name[:90]} | {spent:.2f} |" for name, spent in found["milliseconds"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def todo(paths: list[FastPath], steps: list[Step], device: str) -> Iterator[tuple[str, Callable[[], Row]]]:
+    """Name -> what makes its row."""
+    for path in paths:
+        yield path.name, partial(check, path)
+    for step in steps:
+        for side in step.sides:
+            yield f"{step.name}: {side}", partial(time_of, side, step, device)
+
+
+def over_nccl(count: int) -> int:
+    """The layouts of the matrix that these GPUs have room for; 1 if any is neither proven nor refused."""
+    chosen = [each for each in matrix.main_layouts() if each.ranks <= count]
+    verdicts: Counter[str] = Counter()
+    for result in matrix.measure(chosen):
+        verdicts[result.verdict] += 1
+        if result.verdict in ("broken", "error"):
+            print(f"{result.verdict}  {result.layout}\n    {result.error or result.broken}", flush=True)
+    print(dict(verdicts))
+    return int(bool(verdicts["broken"] or verdicts["error"]))
+
+
+def main(argv: list[str]) -> int:
+    """1 if a path does not hold, 2 if there is no GPU."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "gpu")
+    parser.add_argument("--nccl", action="store_true")
+    parser.add_argument("--cpu", action="store_true")
+    options = parser.parse_args(argv)
+    started = time.monotonic()
+    if not options.cpu and not torch.cuda.is_available():
+        print("there is no GPU that this torch can use (--cpu runs a few small steps without one)", file=sys.stderr)
+        return 2
+    if options.nccl:
+        return over_nccl(max(1, torch.cuda.device_count()))
+    device, steps = ("cpu", TINY) if options.cpu else ("cuda", STEPS)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    results = options.folder / "results.jsonl"
+    rows: dict[str, Row] = {}
+    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
+        rows |= json.loads(line)
+
+    def room() -> bool:
+        return time.monotonic() - started + MOST_SECONDS <= options.seconds
+
+    def add(name: str, make: Callable[[], Row]) -> None:
+        rows[name] = make()
+        with open(results, "a", encoding="utf-8") as file:
+            print(json.dumps({name: rows[name]}), file=file)
+        print(f"{time.monotonic() - started:6.0f} s  {name}  {rows[name]}", flush=True)
+
+    wanted = [(name, make) for name, make in todo(PATHS, steps, device) if options.only in name and name not in rows]
+    for name, make in wanted:
+        if room():
+            add(name, make)
+    timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
+    if timed and "profile" not in rows and all(name in rows for name, _ in wanted) and room():
+        best = max(timed, key=lambda step: speed(step, rows[f"{step.name}: here"], device)[0] * flops(step)[0])
+        add("profile", lambda: profile(best, device, options.folder))
+    (options.folder / "tables.md").write_text(tables(rows, steps, device), encoding="utf-8")
+    left = sum(name not in rows for name, _ in wanted)
+    print(f"written: {options.folder / 'tables.md'}" + f"; {left} left: the same command goes on" * bool(left))
+    return int(any(row.get("verdict") in ("broken", "error") for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
