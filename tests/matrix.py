@@ -44,6 +44,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "pipeline_first": ("false", "true"),
     "micro_batches": ("4", "8"),
     "accumulation": ("1", "3"),
+    "reduce": ("last", "each"),
     "validation_batch": ("3", "training's"),
     "tied": ("false", "true"),
     "model": tuple(MODELS),
@@ -51,7 +52,9 @@ AXES: dict[str, tuple[str, ...]] = {
     "dynamics": ("false", "true"),
     "compile": ("false", "true"),
 }
-SIDE_AXES = ("reshard", "accumulation", "validation_batch", "tied", "model", "checkpointing", "dynamics", "compile")
+SIDE_AXES = (
+    *("reshard", "accumulation", "reduce", "validation_batch", "tied", "model", "checkpointing", "dynamics", "compile"),
+)
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
@@ -130,6 +133,7 @@ class Layout:
             "data_parallel_replicate_degree": replicas,
             "data_parallel_shard_degree": shards,
             "fsdp_reshard_after_forward": self["reshard"],
+            "fsdp_reduce_gradients": self["reduce"],
             "tensor_parallel_degree": self["tp"],
             "sequence_parallel": self["sequence_parallel"],
             "loss_parallel": self["loss_parallel"],
@@ -182,6 +186,8 @@ def layout(**given: str) -> Layout:
     idle = [axis for axis, degree in NEEDS.items() if values[degree] == "1"]
     if values["cp"] == "1" and not values["dp"].startswith(("fsdp", "hsdp")):
         idle.append("reshard")
+    if values["accumulation"] == "1" or values["pp"] != "1" or (values["cp"], values["dp"]) == ("1", "1"):
+        idle.append("reduce")
     return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
 
 
