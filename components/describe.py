@@ -17,7 +17,8 @@ from parallelize.sharding import describe_memory
 def introduce(config: JobConfig, degrees: Degrees, parameters: Sequence[Tensor], batches: int) -> str:
     """describe, and what this rank keeps; with job.print_config the whole job first. batches: as in describe_memory."""
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
-    memory = describe_memory(parameters, state_bytes(config.optimizer), batches)
+    each = config.parallelism.fsdp_reduce_gradients == "each"
+    memory = describe_memory(parameters, state_bytes(config.optimizer), 1 if each else batches)
     return "\n".join([*job, describe(config, degrees), memory])
 
 

@@ -1,6 +1,7 @@
 """Data parallel layouts are the run of one process: weights, tokens, loss, gradients, norm and later weights."""
 
 import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 import train
+from components.describe import introduce
 from tests.harness import Observation, broken_bars, figures, observe, rewrite
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -73,8 +75,8 @@ def test_offload_prefetch_and_reduction(setting: str, layout: str) -> None:
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
 
 
-def reduced_between_accumulation_steps(run: train.Run) -> list[bool]:
-    """Whether all gradients are there as shards, each time that a batch is asked for."""
+def reduced_between_accumulation_steps(run: train.Run) -> tuple[list[bool], list[str]]:
+    """Whether all gradients are there as shards, each time that a batch is asked for; and what a rank says it keeps."""
     asked, batches = [], train.local_batches(run)
 
     def watched() -> Iterator[train.Batch]:
@@ -83,13 +85,17 @@ def reduced_between_accumulation_steps(run: train.Run) -> list[bool]:
             yield batch
 
     train.train_step(run, watched(), train.valid_tokens(run))
-    return asked
+    return asked, re.findall(
+        r"([\d.]+) MiB of (?:weights|gradients)", introduce(run.config, run.degrees, run.parameters, 3)
+    )
 
 
 @pytest.mark.parametrize(("reduce", "reduced"), [("last", [False] * 3), ("each", [False, True, True])])
 def test_gradients_are_reduced_when_the_key_says(reduce: str, reduced: list[bool]) -> None:
     words = (SHARD, "2", REDUCE, reduce, *local_batch(2, 3))
-    assert observe(*words, ranks=2, steps=0, at_end=reduced_between_accumulation_steps).extra == reduced
+    found, (weights, gradients) = observe(*words, ranks=2, steps=0, at_end=reduced_between_accumulation_steps).extra
+    assert found == reduced
+    assert float(gradients) == pytest.approx(float(weights) * (1 if reduce == "each" else 2), abs=0.11)
 
 
 @pytest.mark.parametrize("layout", ["ddp 2", "fsdp 2 default", "hsdp 2x2"])
