@@ -4,11 +4,13 @@ import math
 import typing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import train
 from components.config import ConfigError, LRScheduler, Optimizer, load_config
 from components.config.tables import OPTIMIZER_KEYS
 from components.describe import describe_rate
@@ -145,6 +147,26 @@ def test_a_role_may_have_its_own_rate_and_decay(monkeypatch: pytest.MonkeyPatch)
             group = GROUPS[model.kind(name).role]
             assert found[id(parameter)]["lr"] == lr * group.rate, name
             assert found[id(parameter)]["weight_decay"] == 0.4 * group.decay, name
+
+
+def kinds_of_the_update(run: train.Run) -> set[str]:
+    """The classes of all tensors that torch's fused kernel is given in a step."""
+    seen, kernel = set(), torch._fused_adamw_
+
+    def watched(*lists: Any, **more: Any) -> None:
+        seen.update(type(tensor).__name__ for tensors in lists for tensor in tensors)
+        kernel(*lists, **more)
+
+    vars(torch)["_fused_adamw_"] = watched
+    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    vars(torch)["_fused_adamw_"] = kernel
+    return seen
+
+
+def test_an_update_is_of_local_parts() -> None:
+    """DTensor would look for a sharding of the whole update, for seconds with many parameters."""
+    words = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "18")
+    assert observe(*words, ranks=2, steps=0, at_end=kinds_of_the_update).extra == {"Tensor"}
 
 
 def test_every_optimizer_and_schedule_has_its_name_in_the_job_file() -> None:
