@@ -31,7 +31,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
             pass
         rank, size = dist.get_rank(), dist.get_world_size()
         print(f"rank {rank} of {size}", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"])
-        print(os.environ["PYTORCH_ALLOC_CONF"])
+        print(os.environ["PYTORCH_ALLOC_CONF"], os.environ["GOMP_SPINCOUNT"])
         print("progress 1\\rprogress 2")
         print("\\x1b[31mto stderr\\x1b[0m", file=sys.stderr)
         dist.barrier()
@@ -45,7 +45,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
     assert code == 0, err
     said = "rank {} of 2 ['--job.description', 'two words'] threads " + f"{threads}\n"
     # The console shows rank 0 as it is, the logs all without colours.
-    memory = "expandable_segments:True"
+    memory = "expandable_segments:True 10000"
     # Universal newlines read \r as \n.
     assert out == said.format(0) + f"{memory}\nprogress 1\nprogress 2\n"
     assert err == "\x1b[31mto stderr\x1b[0m\n"

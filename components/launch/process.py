@@ -28,12 +28,18 @@ _SERVER_DIED = 255
 """multiprocessing's exit code of a process whose server has died: nobody knows its own, and it may still run."""
 
 
+OPENMP = {"GOMP_SPINCOUNT": "10000"}
+"""A thread that waits for others spins for some microseconds, then sleeps. By default it spins for milliseconds, and
+keeps the others from the cores of a busy machine (tests/benchmarks/busy.py)."""
+
+
 def preload(modules: list[str], threads: int) -> None:
     """Start to import modules in the process that ranks will be forks of; does not wait for it.
 
     threads: of each rank. OpenMP reads their number when torch is imported.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
+        os.environ.setdefault(name, value)
     os.environ["PYTHONUNBUFFERED"] = "1"
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # a GPU's memory in fewer pieces
