@@ -32,7 +32,7 @@ from components.metrics import Metrics, lock_folder
 from components.metrics.dynamics import Dynamics
 from components.metrics.profiling import profiling
 from components.metrics.stragglers import Stragglers
-from components.optimizer import build_optimizer, clip_gradients, learning_rate, update
+from components.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
 from components.replicas import Replicas
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
@@ -128,7 +128,7 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
     pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device) if mesh.degrees.pp > 1 else None
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
-    optimizer = build_optimizer(stages, config.optimizer)
+    optimizer = build_optimizer(stages, config.optimizer, shared_by(config, mesh))
     guards = Guards(config.training, Path(config.job.dump_folder), mesh, device)
     return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, guards, *datasets)
 
@@ -322,7 +322,7 @@ def main(argv: list[str]) -> int:
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
     batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
-    print_on_rank_0(introduce(config, run.degrees, run.parameters, batches))
+    print_on_rank_0(introduce(config, run.degrees, run.stages, batches))
     try:
         with stop.saving(), HangWatch(run.mesh):
             code = train(run, metrics, checkpointer, stop)

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 
-from torch import Tensor
+from torch import nn
 
 from components.config import JobConfig, to_dict
 from components.optimizer import state_bytes
@@ -14,11 +14,12 @@ from parallelize.schedules import describe_stages
 from parallelize.sharding import describe_memory
 
 
-def introduce(config: JobConfig, degrees: Degrees, parameters: Sequence[Tensor], batches: int) -> str:
+def introduce(config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], batches: int) -> str:
     """describe, and what this rank keeps; with job.print_config the whole job first. batches: as in describe_memory."""
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
     each = config.parallelism.fsdp_reduce_gradients == "each"
-    memory = describe_memory(parameters, state_bytes(config.optimizer), 1 if each else batches)
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    memory = describe_memory(parameters, state_bytes(stages, config.optimizer), 1 if each else batches)
     return "\n".join([*job, describe(config, degrees), memory])
 
 

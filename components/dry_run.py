@@ -42,6 +42,7 @@ _COLLECTIVES = {
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
     "all_to_all_single": "all-to-all",
+    "alltoall_base_": "all-to-all",
     "send": "send",
 }
 """Operations of torch, in the names that docs/ use."""
@@ -69,8 +70,9 @@ class Meter(TorchDispatchMode):
         super().__init__()
         groups = mesh.groups() if mesh else {}
         # dp_shard or cp alone is fsdp too.
-        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
-        self._dimensions = {groups[name].group_name: name for name in order if mesh and groups[name].size() > 1}
+        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate", "holders")
+        named = ((name, groups[name]) for name in order if name in groups)
+        self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
         self.bytes = self.peak = self.peak_before_update = 0
         self.sent: dict[tuple[str, str], list[int]] = {}
         """(dimension, kind): number and bytes."""

@@ -2,35 +2,29 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import LRScheduler, Optimizer
+from components.config import JobConfig, LRScheduler, Optimizer
+from components.muon import Muon
 from models.parameters import Kind, Role
+from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, local_part
 
 
 @dataclass(frozen=True)
-class Group:
-    """What the optimizer does otherwise with some parameters."""
+class Shared:
+    """What an optimizer that needs whole matrices knows of the run."""
 
-    rate: float = 1.0
-    """Factor of the learning rate of each step."""
-    decay: float = 1.0
-    """Factor of optimizer.weight_decay."""
-
-
-GROUPS: dict[Role, Group] = {
-    "embedding": Group(),
-    "matrix": Group(),
-    "norm": Group(decay=0.0),
-    "head": Group(),
-}
+    ranks: dist.ProcessGroup | None = None
+    """The ranks that hold parts of the same parameters; None for this rank alone."""
+    precision: torch.dtype = torch.float32
+    """Of forward and backward."""
 
 
 def _adam(config: Optimizer) -> dict[str, Any]:
@@ -59,11 +53,31 @@ class AdamW(_OfLocalParts, torch.optim.AdamW):
     """torch's, of local parts."""
 
 
-MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer], torch.optim.Optimizer]
-"""Of groups of parameters, which have their weight decay, and of the keys of [optimizer]."""
+def shared_by(config: JobConfig, mesh: Mesh) -> Shared:
+    """Called by every rank: it makes a process group if the optimizer needs one."""
+    several = config.optimizer.name == "Muon" and mesh.degrees.world_size > mesh.degrees.pp
+    return Shared(mesh.holders() if several else None, getattr(torch, config.training.mixed_precision_param))
+
+
+def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
+    matrices = [group for group in groups if group["role"] == "matrix"]
+    others = [group for group in groups if group["role"] != "matrix"]
+    return Muon(
+        matrices,
+        AdamW(others, **_adam(config)),
+        shared.ranks,
+        shared.precision,
+        config.momentum,
+        config.newton_schulz_steps,
+    )
+
+
+MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer, Shared], torch.optim.Optimizer]
+"""Of groups of parameters, each of a role and with its weight decay; of the keys of [optimizer]; and of Shared."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "AdamW": lambda groups, config: AdamW(groups, **_adam(config)),
-    "Adam": lambda groups, config: Adam(groups, **_adam(config)),
+    "AdamW": lambda groups, config, _: AdamW(groups, **_adam(config)),
+    "Adam": lambda groups, config, _: Adam(groups, **_adam(config)),
+    "Muon": _muon,
 }
 """optimizer.name -> how it is made."""
 
@@ -71,30 +85,47 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda progress: 1 - progress,
     "sqrt": lambda progress: 1 - math.sqrt(progress),
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
+    "rex": lambda progress: (1 - progress) / (1 - progress / 2),
+    "constant": lambda progress: 1.0,
 }
 """lr_scheduler.decay_type -> how much of the rate is left, from 1 to 0, of the progress of the decay, from 0 to 1."""
 
 
-def build_optimizer(stages: list[nn.Module], config: Optimizer) -> torch.optim.Optimizer:
+def build_optimizer(stages: list[nn.Module], config: Optimizer, shared: Shared | None = None) -> torch.optim.Optimizer:
     """The optimizer of the parameters of all stages that are trained, grouped by their roles."""
-    parameters: dict[Group, list[nn.Parameter]] = {group: [] for group in GROUPS.values()}
+    parameters: dict[Role, list[nn.Parameter]] = {role: [] for role in get_args(Role)}
+    for role, parameter in _trained(stages):
+        parameters[role].append(parameter)
+    groups = [_group(role, members, config) for role, members in parameters.items()]
+    return OPTIMIZERS[config.name](groups, config, shared or Shared())
+
+
+def _trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, nn.Parameter]]:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             kind: Kind = stage.kind(name)  # type: ignore[operator]
             if kind.trained:
-                parameters[GROUPS[kind.role]].append(parameter)
-    groups = [
-        {"params": members, "lr": config.lr, "rate": group.rate, "weight_decay": group.decay * config.weight_decay}
-        for group, members in parameters.items()
-    ]
-    return OPTIMIZERS[config.name](groups, config)
+                yield kind.role, parameter
 
 
-def state_bytes(config: Optimizer) -> int:
-    """Bytes that the optimizer keeps of each element that it trains, found by a step on one."""
+def _group(role: Role, parameters: list[nn.Parameter], config: Optimizer) -> dict[str, Any]:
+    own = getattr(config, role)
+    decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+    return {"params": parameters, "role": role, "lr": config.lr, "rate": own.lr_factor, "weight_decay": decay}
+
+
+def state_bytes(stages: Iterable[nn.Module], config: Optimizer) -> int:
+    """Bytes that the optimizer keeps of this rank's parts of all parameters that it trains."""
+    of_element = {role: _element_bytes(role, config) for role in get_args(Role)}
+    return sum(of_element[role] * local_part(parameter)[1].numel() for role, parameter in _trained(stages))
+
+
+def _element_bytes(role: Role, config: Optimizer) -> int:
+    """Found by a step on one element."""
     element = nn.Parameter(torch.zeros(1, 1))
     element.grad = torch.zeros(1, 1)
-    optimizer = OPTIMIZERS[config.name]([{"params": [element]}], config)
+    groups = [_group(each, [element] if each == role else [], config) for each in get_args(Role)]
+    optimizer = OPTIMIZERS[config.name](groups, config, Shared())
     optimizer.step()
     kept = optimizer.state[element].values()
     return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)

@@ -100,6 +100,7 @@ class Mesh:
         self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
+        self._holders: ProcessGroup | None = None
         self.degrees, self.device_type = degrees, device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -109,8 +110,20 @@ class Mesh:
         return self._slices[names]
 
     def groups(self) -> dict[str, ProcessGroup]:
-        """The process group of each dimension that this rank is in."""
-        return {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
+        """The process group of each dimension that this rank is in; and "holders", once they are asked for."""
+        groups = {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
+        return groups | ({"holders": self._holders} if self._holders else {})
+
+    def holders(self) -> ProcessGroup:
+        """The ranks that hold parts of the same stages, as in the mesh of the weights; first asked for by all ranks."""
+        if self._holders is None:
+            from torch.distributed import get_rank, new_group
+
+            dimension = (self._weights.mesh_dim_names or ()).index("pp")
+            stages = self._weights.mesh.movedim(dimension, 0).flatten(start_dim=1).tolist()
+            groups = [new_group(ranks) for ranks in stages]  # every rank has to make each of them
+            self._holders = groups[next(stage for stage, ranks in enumerate(stages) if get_rank() in ranks)]
+        return self._holders
 
     def peers(self, name: str) -> list[list[int]]:
         """The ranks of every group along pp, dp_replicate, fsdp or tp, also of those that this rank is not in."""

@@ -1,7 +1,10 @@
 """What this rank holds of a tensor: its slice, its gradients, its bytes."""
 
+import itertools
 import math
 from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,35 @@ def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return parameter.to_local(), offset
+
+
+class Slice(NamedTuple):
+    """The part of a tensor that a rank holds."""
+
+    start: tuple[int, ...]
+    """Index of the first element in the full tensor."""
+    shape: tuple[int, ...]
+
+    def of(self, full: Tensor) -> Tensor:
+        return full[tuple(slice(first, first + size) for first, size in zip(self.start, self.shape, strict=True))]
+
+
+def slices_of(parameter: Tensor) -> tuple[Slice, ...]:
+    """The slice that each rank of the parameter's mesh holds, in the order of ranks."""
+    if not isinstance(parameter, DTensor):
+        return (Slice((0,) * parameter.ndim, tuple(parameter.shape)),)
+    return _slices(tuple(parameter.shape), tuple(parameter.device_mesh.shape), parameter.placements)
+
+
+@cache
+def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> tuple[Slice, ...]:
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+
+    found = []
+    for place in itertools.product(*map(range, mesh)):
+        own, start = _compute_local_shape_and_global_offset(shape, mesh, [*place], placements)
+        found.append(Slice(tuple(start), tuple(own)))
+    return tuple(found)
 
 
 def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
@@ -58,14 +90,14 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
 def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
     """The bytes that this rank keeps, as a line of text.
 
-    state_bytes: of the optimizer, for each element; batches: accumulation steps or micro-batches of one reduction.
+    state_bytes: of the optimizer; batches: accumulation steps or micro-batches of one reduction.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     elements = sum(local_part(parameter)[1].numel() for parameter in trained)
     # Several batches add up unsharded gradients, which are reduced once.
     gradients = elements if batches == 1 else sum(_unsharded(parameter) for parameter in trained)
     weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
-    kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes * elements}
+    kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 

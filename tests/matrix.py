@@ -46,6 +46,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "accumulation": ("1", "3"),
     "reduce": ("last", "each"),
     "validation_batch": ("3", "training's"),
+    "optimizer": ("AdamW", "Muon"),
     "tied": ("false", "true"),
     "model": tuple(MODELS),
     "checkpointing": ("none", "full", "2", "op/budget"),
@@ -53,7 +54,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
-    *("reshard", "accumulation", "reduce", "validation_batch", "tied", "model", "checkpointing", "dynamics", "compile"),
+    *("reshard", "accumulation", "reduce", "validation_batch", "optimizer", "tied", "model", "checkpointing"),
+    *("dynamics", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
@@ -118,7 +120,7 @@ class Layout:
         flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
         return (
             *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
-            *("--training.document_mask", self["document_mask"]),
+            *("--training.document_mask", self["document_mask"], "--optimizer.name", self["optimizer"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
             *("--metrics.dynamics_freq", "3"),

@@ -86,7 +86,7 @@ def reduced_between_accumulation_steps(run: train.Run) -> tuple[list[bool], list
 
     train.train_step(run, watched(), train.valid_tokens(run))
     return asked, re.findall(
-        r"([\d.]+) MiB of (?:weights|gradients)", introduce(run.config, run.degrees, run.parameters, 3)
+        r"([\d.]+) MiB of (?:weights|gradients)", introduce(run.config, run.degrees, run.stages, 3)
     )
 
 

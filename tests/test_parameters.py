@@ -3,18 +3,19 @@
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import train
-from components.optimizer import GROUPS
+from components.config import Optimizer
+from components.optimizer import state_bytes
 from components.state.checkpoint import Checkpointer
 from models import MODELS, meta_model
 from models.llama import FLAVORS, Llama
 from models.loss import cross_entropy, linear_cross_entropy
-from models.parameters import HEAD, MATRIX, NORM, find_kind
+from models.parameters import HEAD, MATRIX, NORM, Role, find_kind
 from parallelize.groups import gather
 from parallelize.sharding import describe_memory
 from tests.harness import Observation, broken_bars, observe
@@ -119,7 +120,8 @@ def test_every_family_says_what_its_parameters_are(family: str) -> None:
     for flavor, sizes in MODELS[family][1].items():
         model = meta_model(family, flavor)
         kinds = {name: model.kind(name) for name, _ in model.named_parameters()}
-        assert {kind.role for kind in kinds.values()} == {*GROUPS} - ({"head"} if sizes.tie_embeddings else set())
+        absent = {"head"} if sizes.tie_embeddings else set()
+        assert {kind.role for kind in kinds.values()} == {*get_args(Role)} - absent
         assert all(
             (kind.role == "norm") == (parameter.ndim == 1)
             for (_, parameter), kind in zip(model.named_parameters(), kinds.values(), strict=True)
@@ -158,7 +160,7 @@ def test_memory_is_that_of_what_is_trained() -> None:
     with torch.device("meta"):
         model = Llama(replace(FLAVORS["debug"], frozen=("tok_embeddings", "output")))
     table, size = 4 * 4096 * 256 / 2**20, 4 * sum(parameter.numel() for parameter in model.parameters()) / 2**20
-    said = describe_memory([*model.parameters()], state_bytes=8, batches=1)
+    said = describe_memory([*model.parameters()], state_bytes=state_bytes([model], Optimizer()), batches=1)
     assert said == (
         f"a rank keeps {size:.1f} MiB of weights, {size - 2 * table:.1f} MiB of gradients, "
         f"{2 * (size - 2 * table):.1f} MiB of optimizer state"

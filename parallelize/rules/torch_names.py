@@ -28,6 +28,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.utils._python_dispatch": "TorchDispatchMode",
         "torch.utils._pytree": "tree_leaves",
     },
+    "Muon": {"torch.distributed.tensor._utils": "_compute_local_shape_and_global_offset"},
     "training dynamics": {"torch": "_foreach_sub_"},
     "memory snapshots": {"torch.cuda.memory": "_dump_snapshot _record_memory_history"},
     "tensor parallel": {"torch.distributed.tensor.parallel": "ParallelStyle._apply"},
@@ -61,6 +62,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
     return dict.fromkeys(PRIVATE, False) | {
         "every run": True,
         "dry run": config.comm.mode == "fake_backend",
+        "Muon": config.optimizer.name == "Muon",
         "training dynamics": config.metrics.dynamics_freq > 0,
         "memory snapshots": config.profiling.enable_memory_snapshot,
         "tensor parallel": degrees.tp > 1,

@@ -1,0 +1,159 @@
+"""Muon (arXiv:2502.16982): a matrix moves by its momentum with all singular values made about one; the rest by AdamW.
+
+Only a whole matrix can be orthogonalised. Matrices are shared out over the ranks that hold them: in each round a rank
+receives the slices of one matrix, orthogonalises it, and sends every rank its slice back. No work is done twice.
+"""
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from parallelize.sharding import Slice, local_part, slices_of
+
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon)."""
+
+
+def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
+    """The nearest semi-orthogonal matrix, about: singular values end between 0.7 and 1.2. In the matrix's precision."""
+    a, b, c = _COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon of matrices, and another optimizer of everything else; one state and one list of groups for both."""
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: torch.optim.Optimizer,
+        group: dist.ProcessGroup | None,
+        precision: torch.dtype,
+        momentum: float,
+        steps: int,
+    ) -> None:
+        """group: of all ranks that hold parts of these matrices; precision: of the products, and of what is sent.
+
+        A step with found_inf is left to the device if it can be, which the key "fused" of groups tells.
+        """
+        super().__init__(matrices, {"lr": 0.0, "weight_decay": 0.0, "fused": others.param_groups[0]["fused"]})
+        self.others, self.group, self.precision = others, group, precision
+        self.momentum, self.steps = momentum, steps
+        self.matrices = [(parameter, own) for own in self.param_groups for parameter in own["params"]]
+        self.slices = [slices_of(parameter) for parameter, _ in self.matrices]
+        self.rank = dist.get_rank(group) if group else 0
+        shapes = [parameter.shape for parameter, _ in self.matrices]
+        self.shares = share_out(shapes, dist.get_world_size(group) if group else 1)
+        others.state = self.state
+        self.param_groups += others.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        vars(self.others)["found_inf"] = found_inf
+        self.others.step()
+        for numbers in itertools.zip_longest(*self.shares):
+            sent = [None if number is None else self._momentum(number, found_inf) for number in numbers]
+            slices = [() if number is None else self.slices[number] for number in numbers]
+            results = exchange(sent, slices, lambda whole: orthogonalise(whole, self.steps), self.rank, self.group)
+            for number, result in zip(numbers, results, strict=True):
+                if number is not None:
+                    _move(*self.matrices[number], result, found_inf)
+
+    def _momentum(self, number: int, found_inf: Tensor | None) -> Tensor:
+        """This rank's slice of what is orthogonalised: Nesterov's momentum."""
+        parameter, _ = self.matrices[number]
+        state = self.state[parameter]
+        if not state:
+            state["momentum"] = torch.zeros_like(parameter)
+        _, kept = local_part(state["momentum"])
+        assert parameter.grad is not None
+        _, gradient = local_part(parameter.grad)
+        _keep_if(kept, torch.lerp(kept, gradient, 1 - self.momentum), found_inf)
+        return torch.lerp(gradient, kept, self.momentum).to(self.precision)
+
+
+def _move(parameter: nn.Parameter, group: dict[str, Any], direction: Tensor, found_inf: Tensor | None) -> None:
+    """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""
+    _, local = local_part(parameter)
+    rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
+    moved = (local * (1 - group["lr"] * group["weight_decay"])).sub_(direction, alpha=rate)
+    _keep_if(local, moved, found_inf)
+
+
+def _keep_if(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """old becomes new in place, unless found_inf is 1; the host does not wait for it."""
+    old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
+
+
+def share_out(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
+    """The numbers of the matrices that each rank orthogonalises: the largest first, to whoever has least work."""
+    work = [shape.numel() * min(shape) for shape in shapes]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for number in sorted(range(len(shapes)), key=lambda number: -work[number]):
+        least = loads.index(min(loads))
+        shares[least].append(number)
+        loads[least] += work[number]
+    return shares
+
+
+def exchange(
+    sent: Sequence[Tensor | None],
+    slices: Sequence[Sequence[Slice]],
+    work: Callable[[Tensor], Tensor],
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> list[Tensor]:
+    """Rank r of the group gets the whole of matrix r, and every rank its slice of work(whole), of every matrix.
+
+    sent: this rank's slice of each matrix; slices: those of all ranks. A rank without a matrix has None and no slices.
+    Of ranks with the same slice one sends it.
+    """
+    if len(sent) == 1:
+        return [work(each) for each in sent if each is not None]
+    senders = [_one_of_each(of_one, turn) for turn, of_one in enumerate(slices)]
+    nothing = next(each for each in sent if each is not None).new_empty(0)
+    given = [nothing if each is None or rank not in senders[to] else each.flatten() for to, each in enumerate(sent)]
+    own = slices[rank]
+    sizes = [math.prod(own[other].shape) if other in senders[rank] else 0 for other in range(len(sent))]
+    received = _all_to_all(given, sizes, group)
+    back = [nothing] * len(sent)
+    if own:
+        ends = [[first + size for first, size in zip(*piece, strict=True)] for piece in own]
+        whole = nothing.new_empty([max(end) for end in zip(*ends, strict=True)])
+        for other in senders[rank]:
+            own[other].of(whole).copy_(received[other].view(own[other].shape))
+        result = work(whole)
+        back = [piece.of(result).flatten() for piece in own]
+    sizes = [math.prod(of_one[rank].shape) if of_one else 0 for of_one in slices]
+    results = _all_to_all(back, sizes, group)
+    return [each.view(of_one[rank].shape) if of_one else each for each, of_one in zip(results, slices, strict=True)]
+
+
+def _one_of_each(pieces: Sequence[Slice], turn: int) -> set[int]:
+    """Of the ranks that hold the same piece one, another one in each turn."""
+    holders: dict[Slice, list[int]] = defaultdict(list)
+    for rank, piece in enumerate(pieces):
+        if math.prod(piece.shape):
+            holders[piece].append(rank)
+    return {ranks[turn % len(ranks)] for ranks in holders.values()}
+
+
+def _all_to_all(sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
+    """What each rank of the group has sent to this one: as many elements as sizes says."""
+    received = sent[0].new_empty(sum(sizes))
+    dist.all_to_all_single(received, torch.cat([*sent]), [*sizes], [len(each) for each in sent], group=group)
+    return received.split([*sizes])
