@@ -27,7 +27,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
-    "fsdp 2": (2, ()),
+    "fsdp 2, Muon": (2, ("--optimizer.name", "Muon")),
     "hsdp 2x2, accumulation": (4, ("--parallelism.data_parallel_replicate_degree", "2")),
     "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
     "cp 2": (2, ("--parallelism.context_parallel_degree", "2")),
