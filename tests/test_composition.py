@@ -9,7 +9,7 @@ import pytest
 
 from tests import composition, matrix
 from tests.harness import BARS
-from tests.matrix import AXES, layout
+from tests.layouts import AXES, layout
 
 
 def row(verdict: str, gradient: float = 0.0, **settings: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from tests.matrix import NEEDS, Layout, Result, layout, main_layouts, measure, pairs, spread
+from tests.layouts import NEEDS, Layout, layout, main_layouts, pairs, spread
+from tests.matrix import Result, measure
 
 LARGE = [
     layout(dp="hsdp 2x2", tp="2"),

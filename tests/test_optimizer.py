@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from components.config import ConfigError, LRScheduler, Optimizer, load_config
-from components.config.tables import OPTIMIZER_KEYS
+from components.config.optimizer import OPTIMIZER_KEYS
 from components.describe import describe_rate
 from components.optimizer import (
     OPTIMIZERS,

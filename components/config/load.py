@@ -15,8 +15,9 @@ import pydantic
 from components.config import names
 from components.config.bounds import LARGEST, usable_path
 from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show, show_key
+from components.config.optimizer import OPTIMIZER_KEYS, LRScheduler
 from components.config.read import Given, read_file, read_overrides
-from components.config.tables import OPTIMIZER_KEYS, JobConfig, LRScheduler, Training
+from components.config.tables import JobConfig, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository: relative paths of bundled assets start here."""

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Lt
 
 from components.config.bounds import (
-    Beta,
     Fraction,
     Name,
     NonNegative,
@@ -22,6 +21,7 @@ from components.config.bounds import (
     Seed,
     Sequences,
 )
+from components.config.optimizer import LRScheduler, Optimizer
 from components.config.outputs import Checkpoint, Job, Metrics, Profiling
 
 
@@ -39,81 +39,6 @@ class Model:
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)
     """Conversions of the model, by the tables that configure them."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Role:
-    """What the optimizer does otherwise with the parameters of a role."""
-
-    lr_factor: Annotated[float, Ge(0)] = 1.0
-    """Factor of the learning rate of each step."""
-    weight_decay: Annotated[float, Ge(0)] | None = None
-    """Decay of these parameters; optimizer.weight_decay if unset."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormRole(Role):
-    """The same, of vectors."""
-
-    weight_decay: Annotated[float, Ge(0)] | None = 0.0
-    """Decay of these parameters."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """The update of weights."""
-
-    name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
-    """Adam (arXiv:1412.6980) decays the weights through the gradient, AdamW (arXiv:1711.05101) directly. Muon
-    (arXiv:2502.16982) orthogonalises the momentum of the layers' matrices; all other parameters have AdamW."""
-    lr: PositiveFloat = 8e-4
-    """Peak learning rate."""
-    beta1: Beta = 0.9
-    """Decay of the first moment."""
-    beta2: Beta = 0.95
-    """Decay of the second moment."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decay of all parameters but norms, which have none."""
-    momentum: Beta = 0.95
-    """Muon: decay of the momentum, which is Nesterov's."""
-    newton_schulz_steps: Positive = 5
-    """Muon: iterations of the orthogonalisation, in the precision of training.mixed_precision_param."""
-    embedding: Role = field(default_factory=Role)
-    """The table of token embeddings, also where it is the head's too."""
-    matrix: Role = field(default_factory=Role)
-    """The matrices of the layers."""
-    norm: NormRole = field(default_factory=NormRole)
-    """The vectors of the norms."""
-    head: Role = field(default_factory=Role)
-    """The matrix from the last hidden state to the logits."""
-    implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Kernel of the update; fused is fastest on CPU and CUDA."""
-
-
-OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
-    "AdamW": ("beta1", "beta2", "eps", "implementation"),
-    "Adam": ("beta1", "beta2", "eps", "implementation"),
-    "Muon": ("beta1", "beta2", "eps", "implementation", "momentum", "newton_schulz_steps"),
-}
-"""optimizer.name -> the keys that it takes, beside lr, weight_decay and the roles, which all take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LRScheduler:
-    """Warm-up, stable, decay (arXiv:2404.06395)."""
-
-    warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0; a run may end within them. If unset, at most the schedule's length."""
-    total_steps: Positive | None = None
-    """Length of the schedule; training.steps if unset."""
-    decay_ratio: Fraction | None = None
-    """Fraction of total_steps over which the rate decays. If unset, or too large: all steps after the warm-up."""
-    decay_type: Literal["linear", "sqrt", "cosine", "rex", "constant"] = "linear"
-    """Shape of the decay; with constant there is none."""
-    min_lr_factor: Fraction = 0.0
-    """The decay ends at this fraction of lr."""
 
 
 @dataclass(frozen=True, kw_only=True)

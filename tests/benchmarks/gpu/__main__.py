@@ -35,6 +35,7 @@ from tests import matrix
 from tests.benchmarks.gpu.rows import PATHS, SIZES, STEPS, TINY, FastPath, Step
 from tests.benchmarks.peers import sides
 from tests.harness import figures, observe
+from tests.layouts import main_layouts
 
 MOST_SECONDS = 240
 """Of a side: compiling 8B takes a minute or two."""
@@ -133,7 +134,7 @@ def todo(paths: list[FastPath], steps: list[Step], device: str) -> Iterator[tupl
 
 def over_nccl(count: int) -> int:
     """The layouts of the matrix that these GPUs have room for; 1 if any is neither proven nor refused."""
-    chosen = [each for each in matrix.main_layouts() if each.ranks <= count]
+    chosen = [each for each in main_layouts() if each.ranks <= count]
     verdicts: Counter[str] = Counter()
     for result in matrix.measure(chosen):
         verdicts[result.verdict] += 1

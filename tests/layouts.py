@@ -1,0 +1,258 @@
+"""The layouts of the matrix, generated from its axes: all of them, a spread of few, and some that are drawn."""
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from components.config import ConfigError, load_config
+from models import MODELS
+from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_layout
+from parallelize.schedules import SCHEDULES
+from tests.small import RECIPE, SMALL
+
+Cell = tuple[tuple[str, str], ...]
+"""(axis, value) for each axis, in the order of AXES."""
+
+AXES: dict[str, tuple[str, ...]] = {
+    "dp": ("1", "ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 2x2"),
+    "reshard": ("default", "always", "never"),
+    "tp": ("1", "2", "4"),
+    "sequence_parallel": ("true", "false"),
+    "loss_parallel": ("true", "false"),
+    "cp": ("1", "2", "4"),
+    "method": ("ring allgather", "ring alltoall", "allgather_kv", "ulysses"),
+    "balancer": ("headtail", "none"),
+    "document_mask": ("false", "true"),
+    "pp": ("1", "2", "4"),
+    "schedule": tuple(SCHEDULES),
+    "pipeline_first": ("false", "true"),
+    "micro_batches": ("4", "8"),
+    "accumulation": ("1", "3"),
+    "reduce": ("last", "each"),
+    "validation_batch": ("3", "training's"),
+    "optimizer": ("AdamW", "Muon"),
+    "tied": ("false", "true"),
+    "model": tuple(MODELS),
+    "checkpointing": ("none", "full", "2", "op/budget"),
+    "dynamics": ("false", "true"),
+    "compile": ("false", "true"),
+}
+SIDE_AXES = (
+    *("reshard", "accumulation", "reduce", "validation_batch", "optimizer", "tied", "model", "checkpointing"),
+    *("dynamics", "compile"),
+)
+"""Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
+NEEDS = {
+    **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
+    **dict.fromkeys(("method", "balancer"), "cp"),
+    **dict.fromkeys(("schedule", "pipeline_first", "micro_batches"), "pp"),
+}
+"""Axes that make no difference where a degree is 1."""
+RARE = {"compile": 8}
+"""Every so many layouts has another setting than the first: compiling takes seconds on each rank."""
+MOST_RANKS = 16
+LABELS = (1, 7, 0, 30)
+"""Labels kept of each sequence: ranks and micro-batches weigh differently."""
+_GLOBAL_BATCH = 48
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A cell with every axis that it makes a difference to; equal layouts are one."""
+
+    cell: Cell
+
+    def __getitem__(self, axis: str) -> str:
+        return dict(self.cell)[axis]
+
+    def __str__(self) -> str:
+        shown = {
+            "dp": "{}",
+            "tp": "tp {}",
+            "cp": "cp {}",
+            "pp": "pp {}",
+            "sequence_parallel": "sp {}",
+            "loss_parallel": "lp {}",
+        }
+        default = {axis: values[0] for axis, values in AXES.items()}
+        parts = [shown.get(axis, f"{axis} {{}}").format(value) for axis, value in self.cell if value != default[axis]]
+        return " · ".join(parts) or "one rank"
+
+    @property
+    def ranks(self) -> int:
+        replicas, shards = self._data_parallel()
+        return replicas * shards * int(self["tp"]) * int(self["cp"]) * int(self["pp"])
+
+    def _data_parallel(self) -> tuple[int, int]:
+        kind, _, sizes = self["dp"].partition(" ")
+        if kind == "hsdp":
+            replicas, _, shards = sizes.partition("x")
+            return int(replicas), int(shards)
+        return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
+
+    @property
+    def passes(self) -> int:
+        """Forward passes of a rank's stages in a step."""
+        return int(self["accumulation"]) * (int(self["micro_batches"]) if self["pp"] != "1" else 1)
+
+    def run(self) -> tuple[str, ...]:
+        """Settings that decide the run: one process has them too.
+
+        A pipeline's model has a layer more than there are stages, or less than that: stages are never alike.
+        """
+        stages = int(self["pp"]) * SCHEDULES[self["schedule"]].stages_a_rank[0]
+        flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
+        return (
+            *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
+            *("--training.document_mask", self["document_mask"], "--optimizer.name", self["optimizer"]),
+            *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
+            *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
+            *("--metrics.dynamics_freq", "3"),
+        )
+
+    def overrides(self) -> tuple[str, ...]:
+        """Settings of a job file."""
+        replicas, shards = self._data_parallel()
+        method, _, rotate = self["method"].partition(" ")
+        local = _GLOBAL_BATCH // (replicas * shards) // int(self["accumulation"])
+        given = {
+            "data_parallel_replicate_degree": replicas,
+            "data_parallel_shard_degree": shards,
+            "fsdp_reshard_after_forward": self["reshard"],
+            "fsdp_reduce_gradients": self["reduce"],
+            "tensor_parallel_degree": self["tp"],
+            "sequence_parallel": self["sequence_parallel"],
+            "loss_parallel": self["loss_parallel"],
+            "context_parallel_degree": self["cp"],
+            "context_parallel_method": method,
+            "context_parallel_load_balancer": self["balancer"],
+            **({"context_parallel_rotate_method": rotate} if rotate else {}),
+            "pipeline_parallel_degree": self["pp"],
+            "pipeline_parallel_schedule": self["schedule"],
+            "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
+            "pipeline_first": self["pipeline_first"],
+        }
+        of_its_own = self["validation_batch"] != "training's"
+        return (
+            *self.run(),
+            *(f"--activation_checkpoint.{word}" for word in self._checkpointing()),
+            *("--compile.enable", self["compile"]),
+            *("--compile.backend", "aot_eager"),  # inductor takes four times as long
+            *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
+            *("--training.local_batch_size", str(local)),
+            *(("--validation.local_batch_size", self["validation_batch"]) if of_its_own else ()),
+            *(("--metrics.dynamics_freq", "0") if self["dynamics"] == "false" else ()),
+        )
+
+    def _checkpointing(self) -> tuple[str, ...]:
+        """Per operation is refused where layers are compiled, which keep to a memory budget instead."""
+        choice = self["checkpointing"]
+        if choice == "op/budget" and self["compile"] == "true":
+            return ("mode=memory_budget", "memory_budget=0.3")
+        return (
+            (f"mode={choice}",)
+            if choice in ("none", "full")
+            else ("mode=selective", f"selective_ac_option={choice.partition('/')[0]}")
+        )
+
+    @functools.cache  # noqa: B019 - a layout is a value
+    def refusal(self) -> str:
+        """Why it is refused before launch; empty if it is not."""
+        try:
+            config = load_config(["--job.config_file", str(RECIPE), *SMALL, *self.overrides()])
+            check_layout(config, resolve_degrees(config, self.ranks))
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+
+def layout(**given: str) -> Layout:
+    """A layout where settings that make no difference have their first value."""
+    values = {axis: given.get(axis, choices[0]) for axis, choices in AXES.items()}
+    idle = [axis for axis, degree in NEEDS.items() if values[degree] == "1"]
+    if values["cp"] == "1" and not values["dp"].startswith(("fsdp", "hsdp")):
+        idle.append("reshard")
+    if values["accumulation"] == "1" or values["pp"] != "1" or (values["cp"], values["dp"]) == ("1", "1"):
+        idle.append("reduce")
+    return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
+
+
+DEGREES = ("dp", "tp", "cp", "pp", "schedule")
+MESH = ("pp", "pipeline_first", "tp", "cp", "dp")
+
+
+def main_layouts(product_ranks: int = 8) -> list[Layout]:
+    """The product of the main axes without pipelines, of so many ranks at the most; and of all degrees and schedules.
+
+    The other axes have their settings in turn.
+    """
+    main = _product([axis for axis in AXES if axis not in SIDE_AXES], pp=("1",))
+    return [
+        *(each for each in main if each.ranks <= product_ranks),
+        *(each for each in _product(DEGREES, pp=("1",)) if each.ranks > product_ranks),
+        *_product(DEGREES, pp=AXES["pp"][1:]),
+    ]
+
+
+def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
+    """Layouts of every combination of these axes, up to MOST_RANKS ranks; the others have their settings in turn."""
+    values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
+    found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
+    turns = random.Random(0)
+    others = [axis for axis in AXES if axis not in axes]
+    chosen = [
+        layout(**dict(each.cell) | {axis: _draw(turns, axis) for axis in others})
+        for each in found
+        if each.ranks <= MOST_RANKS
+    ]
+    return list(dict.fromkeys(chosen))
+
+
+def _draw(draw: random.Random, axis: str) -> str:
+    return draw.choice(AXES[axis]) if draw.randrange(RARE.get(axis, 1)) == 0 else AXES[axis][0]
+
+
+def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout:
+    """A layout of the product of all axes, but for those fixed; small: most degrees are 1."""
+    values = {axis: _draw(draw, axis) for axis in AXES}
+    for axis in DEGREES:
+        if small and draw.random() < 0.7:
+            values[axis] = AXES[axis][0]
+    for axis in NEEDS.keys() & fixed.keys():
+        values[NEEDS[axis]] = draw.choice(AXES[NEEDS[axis]][1:])
+    found = layout(**values | fixed)
+    return found if found.ranks <= MOST_RANKS else any_layout(draw, small, **fixed)
+
+
+def pairs() -> list[tuple[tuple[str, str], ...]]:
+    """Every two settings of two axes."""
+    return [
+        pair
+        for axes in itertools.combinations(AXES, 2)
+        for pair in itertools.product(*([(axis, value) for value in AXES[axis]] for axis in axes))
+    ]
+
+
+def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 160) -> list[Layout]:
+    """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
+
+    None is compiled, which takes several times as long: tests/test_parallelize_compile.py compiles under every axis.
+    For one missing pair after another, the layout that has most of the missing ones for what it takes.
+    """
+    wanted = [pair for pair in pairs() if ("compile", "true") not in pair]
+    draw, missing, chosen = random.Random(seed), set(wanted), []
+    for pair in draw.sample(wanted, len(wanted)):
+        if pair not in missing:
+            continue
+        drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for _ in range(tries))
+        worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
+        few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
+        few.sort(key=lambda each: -len(worth[each]) / (each.ranks * (4 + each.passes)) ** 0.5)
+        best = next((each for each in few if not each.refusal()), None)
+        if best:
+            chosen.append(best)
+            missing -= worth[best]
+    return chosen
