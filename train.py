@@ -113,7 +113,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     datasets = build_datasets(config, MODELS[config.model.name][1][config.model.flavor].vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
     set_timeout(config.comm.init_timeout_seconds, mesh)
-    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel)
+    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel, config.training.dtype)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
     for stage in stages:

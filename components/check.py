@@ -118,8 +118,8 @@ def disk(job: Job) -> str:
     checkpoint = job.config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         return "no checkpoint is saved"
-    model = meta_model(job.config.model.name, job.config.model.flavor)
-    size = sum(4 * each.numel() for each in model.parameters()) + state_bytes([model], job.config.optimizer)
+    model = meta_model(job.config.model.name, job.config.model.flavor, dtype=job.config.training.dtype)
+    size = sum(each.nbytes for each in model.parameters()) + state_bytes([model], job.config.optimizer)
     free = shutil.disk_usage(_nearest(job.checkpoints)).free
     kept = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1
     said = f"{free / _GIB:,.1f} GiB are free, a checkpoint takes {size / _GIB:,.1f} GiB"

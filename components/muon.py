@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
+from components.counter_hash import chunks, key_of
+from components.rounding import Kept, RandomBits, new_moment
 from parallelize.sharding import Slice, local_part, slices_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -42,18 +44,27 @@ class Muon(torch.optim.Optimizer):
         precision: torch.dtype,
         momentum: float,
         steps: int,
+        state_dtype: str = "float32",
+        seed: int = 0,
     ) -> None:
         """group: of all ranks that hold parts of these matrices; precision: of the products, and of what is sent.
+
+        state_dtype: of the momentum, as new_moment has it; seed: of random rounding.
 
         A step with found_inf is left to the device if it can be, which the key "fused" of groups tells.
         """
         super().__init__(matrices, {"lr": 0.0, "weight_decay": 0.0, "fused": others.param_groups[0]["fused"]})
+        self.state_dtype, self.seed = state_dtype, seed
         self.others, self.group, self.precision = others, group, precision
         self.momentum, self.steps = momentum, steps
-        self.matrices = [(parameter, own) for own in self.param_groups for parameter in own["params"]]
-        self.slices = [slices_of(parameter) for parameter, _ in self.matrices]
+        self.matrices = [
+            (name, parameter, own)
+            for own in self.param_groups
+            for name, parameter in zip(own["names"], own["params"], strict=True)
+        ]
+        self.slices = [slices_of(parameter) for _, parameter, _ in self.matrices]
         self.rank = dist.get_rank(group) if group else 0
-        shapes = [parameter.shape for parameter, _ in self.matrices]
+        shapes = [parameter.shape for _, parameter, _ in self.matrices]
         self.shares = share_out(shapes, dist.get_world_size(group) if group else 1)
         others.state = self.state
         self.param_groups += others.param_groups
@@ -62,40 +73,47 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf > 0
         vars(self.others)["found_inf"] = found_inf
         self.others.step()
         for numbers in itertools.zip_longest(*self.shares):
-            sent = [None if number is None else self._momentum(number, found_inf) for number in numbers]
+            sent = [None if number is None else self._momentum(number, skip) for number in numbers]
             slices = [() if number is None else self.slices[number] for number in numbers]
             results = exchange(sent, slices, lambda whole: orthogonalise(whole, self.steps), self.rank, self.group)
             for number, result in zip(numbers, results, strict=True):
                 if number is not None:
-                    _move(*self.matrices[number], result, found_inf)
+                    self._move(number, result, skip)
 
-    def _momentum(self, number: int, found_inf: Tensor | None) -> Tensor:
+    def _momentum(self, number: int, skip: Tensor | None) -> Tensor:
         """This rank's slice of what is orthogonalised: Nesterov's momentum."""
-        parameter, _ = self.matrices[number]
+        name, parameter, _ = self.matrices[number]
         state = self.state[parameter]
         if not state:
-            state["momentum"] = torch.zeros_like(parameter)
-        _, kept = local_part(state["momentum"])
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= new_moment(parameter, "momentum", self.state_dtype)
+        state["step"].add_(1 if skip is None else ~skip)
+        kept = Kept.of(state, "momentum", 1)
         assert parameter.grad is not None
-        _, gradient = local_part(parameter.grad)
-        _keep_if(kept, torch.lerp(kept, gradient, 1 - self.momentum), found_inf)
-        return torch.lerp(gradient, kept, self.momentum).to(self.precision)
+        gradients = local_part(parameter.grad)[1].view(kept.values.shape)
+        ahead = torch.empty_like(gradients, dtype=self.precision)
+        for rows, indices in chunks(parameter):
+            gradient = gradients[rows].to(torch.float32)
+            own = gradient * (1 - self.momentum)
+            momentum = kept.read(rows).mul_(self.momentum).add_(own)
+            ahead[rows].copy_(own.add_(momentum * self.momentum))
+            kept.write(rows, momentum, RandomBits(indices, key_of(self.seed, name), state["step"]), skip)
+        return ahead.view(local_part(parameter)[1].shape)
 
-
-def _move(parameter: nn.Parameter, group: dict[str, Any], direction: Tensor, found_inf: Tensor | None) -> None:
-    """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""
-    _, local = local_part(parameter)
-    rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
-    moved = (local * (1 - group["lr"] * group["weight_decay"])).sub_(direction, alpha=rate)
-    _keep_if(local, moved, found_inf)
-
-
-def _keep_if(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
-    """old becomes new in place, unless found_inf is 1; the host does not wait for it."""
-    old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
+    def _move(self, number: int, direction: Tensor, skip: Tensor | None) -> None:
+        """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""
+        name, parameter, group = self.matrices[number]
+        weights, step = Kept.of({"weight": parameter}, "weight", 0), self.state[parameter]["step"]
+        rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
+        directions = direction.view(weights.values.shape)
+        for rows, indices in chunks(parameter):
+            weight = weights.read(rows).mul_(1 - group["lr"] * group["weight_decay"])
+            weight.sub_(directions[rows].to(torch.float32) * rate)
+            weights.write(rows, weight, RandomBits(indices, key_of(self.seed, name), step), skip)
 
 
 def share_out(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:

@@ -1,8 +1,9 @@
 """Optimizers, the learning rate at a step, the gradient norm, and an update that skips what is not finite."""
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from components.config import JobConfig, LRScheduler, Optimizer
 from components.muon import Muon
+from components.rounded_adam import RoundedAdam
 from models.parameters import Kind, Role
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, local_part
@@ -25,6 +27,8 @@ class Shared:
     """The ranks that hold parts of the same parameters; None for this rank alone."""
     precision: torch.dtype = torch.float32
     """Of forward and backward."""
+    seed: int = 0
+    """Of random rounding."""
 
 
 def _adam(config: Optimizer) -> dict[str, Any]:
@@ -56,7 +60,17 @@ class AdamW(_OfLocalParts, torch.optim.AdamW):
 def shared_by(config: JobConfig, mesh: Mesh) -> Shared:
     """Called by every rank: it makes a process group if the optimizer needs one."""
     several = config.optimizer.name == "Muon" and mesh.degrees.world_size > mesh.degrees.pp
-    return Shared(mesh.holders() if several else None, getattr(torch, config.training.mixed_precision_param))
+    precision = getattr(torch, config.training.mixed_precision_param)
+    return Shared(mesh.holders() if several else None, precision, config.debug.seed)
+
+
+def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
+    """torch's where weights and moments are float32."""
+    decoupled = config.name != "Adam"
+    if config.state_dtype != "float32" or any(each.dtype != torch.float32 for own in groups for each in own["params"]):
+        betas = (config.beta1, config.beta2)
+        return RoundedAdam(groups, betas, config.eps, shared.seed, config.state_dtype, decoupled)
+    return (AdamW if decoupled else Adam)(groups, **_adam(config))
 
 
 def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
@@ -64,19 +78,21 @@ def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> to
     others = [group for group in groups if group["role"] != "matrix"]
     return Muon(
         matrices,
-        AdamW(others, **_adam(config)),
+        _adam_of(others, config, shared),
         shared.ranks,
         shared.precision,
         config.momentum,
         config.newton_schulz_steps,
+        config.state_dtype,
+        shared.seed,
     )
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer, Shared], torch.optim.Optimizer]
 """Of groups of parameters, each of a role and with its weight decay; of the keys of [optimizer]; and of Shared."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "AdamW": lambda groups, config, _: AdamW(groups, **_adam(config)),
-    "Adam": lambda groups, config, _: Adam(groups, **_adam(config)),
+    "AdamW": _adam_of,
+    "Adam": _adam_of,
     "Muon": _muon,
 }
 """optimizer.name -> how it is made."""
@@ -93,41 +109,48 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 def build_optimizer(stages: list[nn.Module], config: Optimizer, shared: Shared | None = None) -> torch.optim.Optimizer:
     """The optimizer of the parameters of all stages that are trained, grouped by their roles."""
-    parameters: dict[Role, list[nn.Parameter]] = {role: [] for role in get_args(Role)}
-    for role, parameter in _trained(stages):
-        parameters[role].append(parameter)
+    parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in get_args(Role)}
+    for role, name, parameter in _trained(stages):
+        parameters[role][name] = parameter
     groups = [_group(role, members, config) for role, members in parameters.items()]
     return OPTIMIZERS[config.name](groups, config, shared or Shared())
 
 
-def _trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, nn.Parameter]]:
+def _trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, str, nn.Parameter]]:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             kind: Kind = stage.kind(name)  # type: ignore[operator]
             if kind.trained:
-                yield kind.role, parameter
+                yield kind.role, name, parameter
 
 
-def _group(role: Role, parameters: list[nn.Parameter], config: Optimizer) -> dict[str, Any]:
+def _group(role: Role, parameters: Mapping[str, nn.Parameter], config: Optimizer) -> dict[str, Any]:
     own = getattr(config, role)
     decay = config.weight_decay if own.weight_decay is None else own.weight_decay
-    return {"params": parameters, "role": role, "lr": config.lr, "rate": own.lr_factor, "weight_decay": decay}
+    members = {"params": [*parameters.values()], "names": [*parameters]}
+    return members | {"role": role, "lr": config.lr, "rate": own.lr_factor, "weight_decay": decay}
 
 
 def state_bytes(stages: Iterable[nn.Module], config: Optimizer) -> int:
     """Bytes that the optimizer keeps of this rank's parts of all parameters that it trains."""
-    of_element = {role: _element_bytes(role, config) for role in get_args(Role)}
-    return sum(of_element[role] * local_part(parameter)[1].numel() for role, parameter in _trained(stages))
+    return sum(_state_bytes(role, parameter, config) for role, _, parameter in _trained(stages))
 
 
-def _element_bytes(role: Role, config: Optimizer) -> int:
-    """Found by a step on one element."""
-    element = nn.Parameter(torch.zeros(1, 1))
-    element.grad = torch.zeros(1, 1)
-    groups = [_group(each, [element] if each == role else [], config) for each in get_args(Role)]
+def _state_bytes(role: Role, parameter: Tensor, config: Optimizer) -> int:
+    _, local = local_part(parameter)
+    columns = parameter.shape[-1]
+    return _row_bytes(role, parameter.ndim, columns, parameter.dtype, config) * local.numel() // columns
+
+
+@functools.cache
+def _row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, config: Optimizer) -> int:
+    """Found by a step on one row, or on a vector."""
+    row = nn.Parameter(torch.zeros([1] * (dimensions - 1) + [columns], dtype=dtype))
+    row.grad = torch.zeros_like(row)
+    groups = [_group(each, {"row": row} if each == role else {}, config) for each in get_args(Role)]
     optimizer = OPTIMIZERS[config.name](groups, config, Shared())
     optimizer.step()
-    kept = optimizer.state[element].values()
+    kept = optimizer.state[row].values()
     return sum(value.nbytes for value in kept if isinstance(value, Tensor) and value.ndim)
 
 

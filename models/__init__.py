@@ -15,10 +15,10 @@ _modules = {module.name: import_module(f"models.{module.name}") for module in pk
 MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.items() if hasattr(module, "MODEL")}
 
 
-def meta_model(name: str, flavor: str, attention_kernel: str = "auto") -> Any:
+def meta_model(name: str, flavor: str, attention_kernel: str = "auto", dtype: str = "float32") -> Any:
     """The whole model on the meta device, without memory."""
     model_class, flavors = MODELS[name]
     with torch.device("meta"):
-        model = model_class(flavors[flavor])
+        model = model_class(flavors[flavor]).to(getattr(torch, dtype))
     choose_kernel(model, attention_kernel)
     return model

@@ -16,12 +16,15 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
     One rank gathers and reduces nothing: it is wrapped for offloading, in a pipeline's stage, whose micro-batches share
-    the conversion to bfloat16, and with reshard "always", which keeps no layer in bfloat16 from forward to backward.
+    the conversion to bfloat16, with reshard "always", which keeps no layer in bfloat16 from forward to backward, and
+    where gradients of several batches are added up in float32 before they become those of bfloat16 weights.
     """
     precision = getattr(torch, training.mixed_precision_param)
     reshard = parallelism.fsdp_reshard_after_forward
-    if shards.size() == 1 and not training.enable_cpu_offload:
-        if precision == torch.float32:
+    accumulates = training.global_batch_size not in (-1, training.local_batch_size)
+    adds_up = training.dtype != "float32" and (accumulates or parallelism.pipeline_parallel_degree > 1)
+    if shards.size() == 1 and not training.enable_cpu_offload and not adds_up:
+        if precision == getattr(torch, training.dtype):
             return
         if reshard != "always" and parallelism.pipeline_parallel_degree == 1:
             compute_in(model, precision)

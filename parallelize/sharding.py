@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,16 @@ def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
     return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
 
 
+def block_of(columns: int) -> int:
+    """Numbers of a row, of the full tensor's `columns`, that up to 16 tensor parallel ranks keep together: 2^n <= 256.
+
+    1 where rows are too short or too odd for blocks of 4.
+    """
+    part = columns // 16 if columns % 16 == 0 else 0
+    block = min(part & -part, 256)
+    return block if block >= 4 else 1
+
+
 def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor, float64.
 
@@ -67,7 +77,7 @@ def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
     row of the last dimension are not. Squares in float64 are as good, but a CPU converts the whole tensor first.
     """
     if tensors[0].device.type == "cpu":
-        rows = (torch.linalg.vector_norm(tensor, dim=-1) for tensor in tensors)
+        rows = (torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors)
         return [torch.linalg.vector_norm(norms, dtype=torch.float64) for norms in rows]
     return list(torch._foreach_norm(tensors, dtype=torch.float64))
 
@@ -84,7 +94,8 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
         if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
             continue
         if gradient.placements != parameter.placements:
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+            gradient = cast(DTensor, gradient.to(torch.float32))
+            parameter.grad = gradient.redistribute(placements=parameter.placements).to(parameter.dtype)
 
 
 def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
@@ -93,21 +104,21 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
     state_bytes: of the optimizer; batches: accumulation steps or micro-batches of one reduction.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    elements = sum(local_part(parameter)[1].numel() for parameter in trained)
     # Several batches add up unsharded gradients, which are reduced once.
-    gradients = elements if batches == 1 else sum(_unsharded(parameter) for parameter in trained)
+    whole = batches > 1
+    gradients = sum(_unsharded_bytes(each) if whole else local_part(each)[1].nbytes for each in trained)
     weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
-    kept = {"weights": weights, "gradients": 4 * gradients, "optimizer state": state_bytes}
+    kept = {"weights": weights, "gradients": gradients, "optimizer state": state_bytes}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 
-def _unsharded(parameter: Tensor) -> int:
-    """Elements of a parameter that FSDP has gathered: still split by tensor parallel."""
+def _unsharded_bytes(parameter: Tensor) -> int:
+    """Of the gradient of a parameter that FSDP has gathered: still split by tensor parallel, and in float32."""
     if not isinstance(parameter, DTensor):
-        return parameter.numel()
+        return parameter.nbytes
     names = parameter.device_mesh.mesh_dim_names or ()
     split = [dim for dim, name in enumerate(names) if name == "tp" and not parameter.placements[dim].is_replicate()]
-    return parameter.numel() // math.prod(parameter.device_mesh.size(dim) for dim in split)
+    return 4 * parameter.numel() // math.prod(parameter.device_mesh.size(dim) for dim in split)
 
 
 def _size(size: int) -> str:

@@ -173,8 +173,12 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(run: train.Run) -> dict[str, Tensor]:
-    parameters = (parameter for stage in run.stages for parameter in stage.named_parameters())
-    return _of_all_stages(run, {name: _whole(parameter) for name, parameter in parameters})
+    return whole_tensors(run, {name: each for stage in run.stages for name, each in stage.named_parameters()})
+
+
+def whole_tensors(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of all stages, as every rank has them."""
+    return _of_all_stages(run, {name: _whole(tensor) for name, tensor in tensors.items()})
 
 
 def _of_all_stages(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

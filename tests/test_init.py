@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from components.state import init
-from components.state.init import _key, _normal, initialize_weights
+from components import counter_hash
+from components.counter_hash import key_of
+from components.state.init import _normal, initialize_weights
 
 
 def fill(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -14,7 +15,7 @@ def fill(module: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def test_numbers_are_standard_normal_and_independent() -> None:
-    numbers = _normal(torch.arange(1 << 22), _key(0, "layers.0.attention.wq.weight"))
+    numbers = _normal(torch.arange(1 << 22), key_of(0, "layers.0.attention.wq.weight"))
     assert abs(numbers.mean()) < 2e-3
     assert abs(numbers.std() - 1) < 2e-3
     assert abs(numbers.pow(4).mean() - 3) < 2e-2
@@ -25,7 +26,7 @@ def test_numbers_are_standard_normal_and_independent() -> None:
 
 
 def test_offloaded_weights_are_computed_on_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(init._CHUNK, "meta", 100)
+    monkeypatch.setitem(counter_hash._CHUNK, "meta", 100)
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         initialize_weights(nn.Linear(2, 2), lambda name: 0.02, 0, torch.device("meta"))
 
@@ -33,7 +34,7 @@ def test_offloaded_weights_are_computed_on_the_device_that_trains(monkeypatch: p
 def test_names_and_seeds_give_unrelated_weights() -> None:
     index = torch.arange(1 << 16)
     draws = [
-        _normal(index.clone(), _key(seed, name))
+        _normal(index.clone(), key_of(seed, name))
         for seed in (0, 1)
         for name in ("layers.0.w.weight", "layers.1.w.weight")
     ]
@@ -44,7 +45,7 @@ def test_names_and_seeds_give_unrelated_weights() -> None:
 def test_a_weight_depends_on_its_index_not_on_chunks_or_neighbours() -> None:
     layer = nn.Linear(70_000, 3, bias=False)
     fill(layer)
-    by_index = _normal(torch.arange(3 * 70_000), _key(0, "weight")).mul_(0.02).view(3, 70_000)
+    by_index = _normal(torch.arange(3 * 70_000), key_of(0, "weight")).mul_(0.02).view(3, 70_000)
     assert torch.equal(layer.weight, by_index)
 
 
@@ -65,5 +66,5 @@ def test_an_empty_slice_and_three_dimensions() -> None:
     module.empty = nn.Parameter(torch.empty(0, 4))
     module.cube = nn.Parameter(torch.empty(2, 3, 5))
     fill(module)
-    expected = _normal(torch.arange(30), _key(0, "cube")).mul_(0.02).view(2, 3, 5)
+    expected = _normal(torch.arange(30), key_of(0, "cube")).mul_(0.02).view(2, 3, 5)
     assert torch.equal(module.cube, expected)

@@ -39,7 +39,9 @@ def test_steps_are_those_of_torch() -> None:
     rest = nn.Parameter(torch.zeros(1))
     settings: Any = {"lr": 1e-2, "weight_decay": 0.1}
     other = AdamW([{"params": [rest], **settings}], fused=True)
-    one = Muon([{"params": ours, **settings}], other, None, torch.bfloat16, momentum=0.9, steps=5)
+    one = Muon(
+        [{"params": ours, "names": ["wide", "tall"], **settings}], other, None, torch.bfloat16, momentum=0.9, steps=5
+    )
     reference = torch.optim.Muon(theirs, momentum=0.9, adjust_lr_fn="match_rms_adamw", **settings)
     for _ in range(3):
         for mine, its in zip(ours, theirs, strict=True):

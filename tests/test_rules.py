@@ -40,6 +40,7 @@ COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
+BFLOAT16 = ("--training.dtype", "bfloat16")
 SIX = {"n_layers": 6}
 
 
@@ -83,6 +84,16 @@ CASES = [
         model=SIX,
     ),
     Refused("reduce", (PP, "2", REDUCE, "each"), '"last" would do', "", model=SIX),
+    Refused("sums", (SHARD, "2", LOCAL, "6", REDUCE, "each"), '"last" adds them up in float32', "", run=BFLOAT16),
+    Refused("turns", (PP, "2", LOCAL, "18", MICRO, "6"), "after each 18 sequences; 36 would be", "", run=BFLOAT16),
+    Refused(
+        "blocks",
+        (TP, "32", "--optimizer.state_dtype", "int8"),
+        "32 ranks would cut .*: n_heads x head_dim 64, ffn_dim 128; ",
+        "",
+        ranks=32,
+        model={"n_heads": 32, "n_kv_heads": 32},
+    ),
     Refused(
         "checkpointing per operation",
         (*OP, "--compile.enable", "true", CP, "2", "--parallelism.context_parallel_method", "ulysses"),

@@ -154,6 +154,9 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
         if f"optimizer.{key}" in config.origins:
             yield f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'
+    rounded = {config.optimizer.state_dtype, training.dtype} != {"float32"}
+    if rounded and config.optimizer.implementation != "fused":
+        yield "optimizer.implementation", "there is one for weights and moments that are rounded: leave it out"
     total = config.lr_scheduler.total_steps
     if total is not None and total < training.steps:
         yield "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"

@@ -54,7 +54,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "metrics.save_for_all_ranks": Unavailable(False, "logged numbers are the same on every rank; rank 0 writes them"),
     "model.print_after_conversion": Unavailable(False, _NOT_YET),
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
-    "training.dtype": Unavailable("float32", "weights are kept in float32; see training.mixed_precision_param"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
     "parallelism.pipeline_parallel_schedule_csv": Unavailable(
         "", "a schedule of your own is a row of parallelize/schedules.py (docs/extend.md)"

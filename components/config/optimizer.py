@@ -55,8 +55,10 @@ class Optimizer:
     """The vectors of the norms."""
     head: Role = field(default_factory=Role)
     """The matrix from the last hidden state to the logits."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Precision of moments and momentum of all but vectors, rounded at random; int8 has a scale for each block."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Kernel of the update; fused is fastest on CPU and CUDA."""
+    """Kernel of the update where weights and moments are float32; fused is fastest on CPU and CUDA."""
 
 
 OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {

@@ -95,7 +95,9 @@ class Training:
     steps: Positive = 10000
     """Optimizer steps of the run."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of forward and backward; weights and optimizer are float32."""
+    """Precision of forward and backward."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which weights are kept, with gradients in it too; updates of bfloat16 are rounded at random."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Precision of gradient reduction."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"

@@ -4,17 +4,14 @@ Each rank evaluates the function on its own slice. So every layout starts from t
 a broadcast or a full tensor. Bits agree among devices of one kind.
 """
 
-import hashlib
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
+from components.counter_hash import chunks, key_of, mixed, shifted
 from parallelize.sharding import own_slice
-
-_MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
-_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits a core's cache; fills a GPU
 
 
 def give_memory(stages: list[nn.Module], device: torch.device) -> None:
@@ -38,42 +35,17 @@ def initialize_weights(
             if std is None:
                 parameter.fill_(1.0)
             else:
-                _fill_normal(parameter, std, _key(seed, name), device or parameter.device)
-
-
-def _key(seed: int, name: str) -> int:
-    """A signed 64-bit key for one parameter of one run."""
-    return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), signed=True)
+                _fill_normal(parameter, std, key_of(seed, name), device or parameter.device)
 
 
 def _fill_normal(parameter: Tensor, std: float, key: int, device: torch.device) -> None:
-    local, offset = own_slice(parameter)
-    if local.numel() == 0:
-        return
-    # Rows of the local slice are contiguous in the full tensor along its last dimension.
-    columns, full_columns = local.shape[-1], parameter.shape[-1]
-    leading = torch.zeros(local.shape[:-1], dtype=torch.int64, device=device)
-    for dim, size in enumerate(local.shape[:-1]):
-        index = torch.arange(size, device=device) + offset[dim]
-        shape = [1] * (local.ndim - 1)
-        shape[dim] = size
-        leading = leading * parameter.shape[dim] + index.view(shape)
-    starts = (leading * full_columns + offset[-1]).flatten()
-    rows = local.view(-1, columns)
-    step = max(1, _CHUNK[device.type] // columns)
-    within = torch.arange(columns, device=device)
-    for row in range(0, rows.shape[0], step):
-        indices = starts[row : row + step, None] + within
-        rows[row : row + step].copy_(_normal(indices, key).mul_(std))
+    local, _ = own_slice(parameter)
+    for rows, indices in chunks(parameter, device):
+        local.view(-1, local.shape[-1])[rows].copy_(_normal(indices(), key).mul_(std))
 
 
 def _normal(indices: Tensor, key: int) -> Tensor:
     """Standard normal float32 numbers, within 5.2 of zero, for int64 indices, which are overwritten."""
-    bits = indices.add_(key)
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        # >> is arithmetic: the mask makes it logical.
-        high = (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
-        bits.bitwise_xor_(high).mul_(multiplier)
     # 23 high bits b give (2 b + 1) / 2^23 - 1: exact in float32, symmetric, never -1 or 1.
-    odd = (bits >> 41).bitwise_and_((1 << 23) - 1).mul_(2).add_(1 - (1 << 23))
+    odd = shifted(mixed(indices, key), 41).mul_(2).add_(1 - (1 << 23))
     return odd.to(torch.float32).mul_(2.0**-23).erfinv_().mul_(math.sqrt(2))

@@ -146,6 +146,24 @@ def _budget_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if degrees.tp == 1 or config.optimizer.state_dtype != "int8":
+        return ""
+    from parallelize.sharding import block_of
+
+    sizes = sizes_of(config)
+    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.ffn_dim}
+    cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
+    blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
+    return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""
+
+
+def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if config.training.dtype == "float32" or config.parallelism.fsdp_reduce_gradients == "last":
+        return ""
+    return 'each reduction would round the gradients of weights in bfloat16; "last" adds them up in float32'
+
+
 RULES: list[tuple[str, Misfit]] = [
     ("activation_checkpoint.mode", _budget_misfit),
     ("activation_checkpoint.selective_ac_option", _per_op_misfit),
@@ -159,6 +177,9 @@ RULES: list[tuple[str, Misfit]] = [
     _pipeline("pipeline_parallel_microbatch_size", pipeline.micro_batches_misfit),
     _pipeline("fsdp_reshard_after_forward", pipeline.reshard_misfit),
     _pipeline("fsdp_reduce_gradients", pipeline.reduce_misfit),
+    ("parallelism.fsdp_reduce_gradients", _sums_misfit),
+    ("training.local_batch_size", pipeline.turns_misfit),
+    ("optimizer.state_dtype", _blocks_misfit),
     _pipeline("pipeline_parallel_degree", pipeline.tied_misfit),
     ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),

@@ -2,7 +2,7 @@
 
 from components.config import JobConfig
 from parallelize.mesh import Degrees
-from parallelize.rules.sizes import near_multiples, sizes_of
+from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
 from parallelize.schedules import layers_of_stages, number_of_stages, schedule_of
 
 
@@ -71,6 +71,17 @@ def reduce_misfit(config: JobConfig, degrees: Degrees) -> str:
     if config.parallelism.fsdp_reduce_gradients == "last":
         return ""
     return 'a stage adds up the gradients of all micro-batches and reduces them once; "last" would do'
+
+
+def turns_misfit(config: JobConfig, degrees: Degrees) -> str:
+    size, local = global_batch_size(config, degrees), config.training.local_batch_size
+    needed = size // degrees.batch_ranks
+    if degrees.pp == 1 or config.training.dtype == "float32" or needed <= local:
+        return ""
+    return (
+        f"a pipeline rounds the gradients of weights in bfloat16 after each {local} sequences; {needed} would be one "
+        "turn, in micro-batches as small as before"
+    )
 
 
 def tied_misfit(config: JobConfig, degrees: Degrees) -> str:

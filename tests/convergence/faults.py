@@ -76,7 +76,7 @@ FAULTS = (
           "dist.all_reduce(total, group=stages)", "pass"),
     Fault("gradient norm of one shard", "fsdp 2", "components.optimizer", "clip_gradients",
           "for group in groups:", "for group in ():"),
-    Fault("tensor parallel shards start alike", "tp 2", "components.state.init", "_fill_normal",
+    Fault("tensor parallel shards start alike", "tp 2", "components.counter_hash", "chunks",
           "+ offset[dim]", "+ 0 * offset[dim]"),
     Fault("gradients not clipped", "one rank", "components.optimizer", "clip_gradients",
           ".clamp(max=1.0)", ".clamp(min=1.0, max=1.0)"),

@@ -1,0 +1,63 @@
+"""Random bits of an element: a pure function of words (as seed and name) and of its index in the full tensor.
+
+Each rank evaluates the function on its own slice. So every layout has the same bits, on devices of one kind.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from parallelize.sharding import own_slice
+
+_MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
+_CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits a core's cache; fills a GPU
+
+Indices = Callable[[], Tensor]
+"""Makes int64 indices of elements in the full tensor, (rows, columns)."""
+
+
+def key_of(*words: object) -> int:
+    """A signed 64-bit key."""
+    text = "/".join(map(str, words))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
+
+
+def chunks(parameter: Tensor, device: torch.device | None = None) -> Iterator[tuple[slice, Indices]]:
+    """This rank's rows, some at a time: (rows of the slice viewed as (-1, columns), indices in the full tensor).
+
+    device: of the indices, by default the parameter's.
+    """
+    local, offset = own_slice(parameter)
+    if local.numel() == 0:
+        return
+    device = device or local.device
+    # Rows of the local slice are contiguous in the full tensor along its last dimension.
+    columns, full_columns = local.shape[-1], parameter.shape[-1]
+    leading = torch.zeros(local.shape[:-1], dtype=torch.int64, device=device)
+    for dim, size in enumerate(local.shape[:-1]):
+        index = torch.arange(size, device=device) + offset[dim]
+        shape = [1] * (local.ndim - 1)
+        shape[dim] = size
+        leading = leading * parameter.shape[dim] + index.view(shape)
+    starts = (leading * full_columns + offset[-1]).flatten()
+    step = max(1, _CHUNK[device.type] // columns)
+    within = torch.arange(columns, device=device)
+    for row in range(0, len(starts), step):
+        rows = slice(row, min(row + step, len(starts)))
+        yield rows, partial(torch.add, starts[rows, None], within)
+
+
+def mixed(indices: Tensor, key: int | Tensor) -> Tensor:
+    """int64 whose upper 32 bits are random, for int64 indices, which are overwritten."""
+    bits = indices.add_(key)
+    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
+        bits.bitwise_xor_(shifted(bits, shift)).mul_(multiplier)
+    return bits
+
+
+def shifted(bits: Tensor, by: int) -> Tensor:
+    """Shifted right, zeros coming in: >> alone keeps the sign."""
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

@@ -1,0 +1,145 @@
+"""Weights and moments kept in fewer bits than they are computed in: bfloat16, or 8 bits and a scale of each block.
+
+What is cut off rounds a number up or down at random, in proportion: updates below the last bit count on average.
+The random bits are of counter_hash, and no layout splits a block: every layout keeps the same numbers.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from components.counter_hash import Indices, mixed, shifted
+from parallelize.sharding import block_of, local_part
+
+_LEVELS = {torch.int8: 127, torch.uint8: 255}
+_GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed 64-bit integer
+
+
+class RandomBits:
+    """64 bits of each of some elements, of which each number that is kept of an element takes 16 of its own."""
+
+    def __init__(self, indices: Indices, key: int, step: Tensor) -> None:
+        """step: of the optimizer, without dimensions."""
+        self._indices, self._key, self._step = indices, key, step
+
+    @cached_property
+    def _all(self) -> Tensor:
+        bits = mixed(self._indices(), self._key + self._step.to(torch.int64) * _GOLDEN)
+        return bits.bitwise_xor_(shifted(bits, 31))
+
+    def take(self, turn: int) -> Tensor:
+        """int64 below 2^16; turn: 0, 1 or 2."""
+        return shifted(self._all, 16 * turn).bitwise_and_(0xFFFF) if turn else self._all & 0xFFFF
+
+
+def new_moment(parameter: Tensor, name: str, dtype: str, signed: bool = True) -> dict[str, Tensor]:
+    """Zeros in a state's names, as whole tensors split like the parameter: those in 8 bits have scales beside them.
+
+    dtype: "float32", "bfloat16" or "int8". Vectors, and rows too short for blocks, are kept in float32.
+    """
+    block = block_of(parameter.shape[-1])
+    if parameter.ndim == 1 or dtype == "float32" or (dtype == "int8" and block == 1):
+        return {name: torch.zeros_like(parameter, dtype=torch.float32)}
+    if dtype == "bfloat16":
+        return {name: torch.zeros_like(parameter, dtype=torch.bfloat16)}
+    codes = torch.zeros_like(parameter, dtype=torch.int8 if signed else torch.uint8)
+    return {name: codes, f"{name}_scale": _blockwise(parameter, block)}
+
+
+def _blockwise(parameter: Tensor, block: int) -> Tensor:
+    """float32 zeros, one for each block of a row."""
+    _, local = local_part(parameter)
+    zeros = local.new_zeros(*local.shape[:-1], local.shape[-1] // block, dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return zeros
+    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+class Kept(NamedTuple):
+    """This rank's part of a tensor that is kept in some precision, as rows."""
+
+    values: Tensor
+    """(rows, columns) in float32, bfloat16, int8 or uint8; the last two are codes."""
+    scales: Tensor | None = None
+    """(rows, blocks), of codes: the largest magnitude in each block."""
+    turn: int = 0
+    """Which of an element's random bits round it."""
+
+    @staticmethod
+    def of(state: Mapping[str, Tensor], name: str, turn: int) -> "Kept":
+        """Of what new_moment has made."""
+        _, values = local_part(state[name])
+        rows = values.detach().view(-1, values.shape[-1])
+        scales = state.get(f"{name}_scale")
+        return Kept(rows, None if scales is None else local_part(scales)[1].view(len(rows), -1), turn)
+
+    def read(self, rows: slice) -> Tensor:
+        """Some rows in float32, of the caller to overwrite."""
+        values = self.values[rows].to(torch.float32, copy=True)
+        if self.scales is None:
+            return values
+        scales = self.scales[rows] / _LEVELS[self.values.dtype] ** self._power
+        blocks = values.view(*scales.shape, -1)
+        blocks.mul_(blocks.abs())
+        if self._power == 4:
+            blocks.mul_(blocks)
+        return blocks.mul_(scales[..., None]).view(values.shape)
+
+    def write(self, rows: slice, values: Tensor, bits: RandomBits, skip: Tensor | None) -> None:
+        """Round float32 values, which are overwritten; keep what was there where skip, without dimensions, is true."""
+        if self.scales is not None:
+            values, scales = self._encoded(values, bits.take(self.turn), self.scales[rows])
+            keep_if(self.scales[rows], scales, skip)
+        elif self.values.dtype == torch.bfloat16:
+            values = to_bfloat16(values, bits.take(self.turn))
+        keep_if(self.values[rows], values, skip)
+
+    @property
+    def _power(self) -> int:
+        """A magnitude is (code / levels) to this power: codes are dense near zero. Second moments span more decades."""
+        return 2 if self.values.dtype == torch.int8 else 4
+
+    def _encoded(self, values: Tensor, bits: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and scales. A code of a second moment is 0 only in a block of zeros: the root of it divides."""
+        blocks = values.view(*scales.shape, -1)
+        magnitudes = blocks.abs()
+        scales = magnitudes.amax(-1)
+        smallest = torch.finfo(torch.float32).tiny
+        # The quotient first: it is at most 1, so that no code is above the largest.
+        magnitudes.div_(scales.clamp(min=smallest)[..., None]).mul_(float(_LEVELS[self.values.dtype] ** self._power))
+        codes = magnitudes.sqrt()
+        if self._power == 4:
+            codes.sqrt_()
+        codes.floor_()
+        below, above = (_power_of(each, self._power) for each in (codes, codes + 1))
+        chance = above.sub_(below).mul_(bits.view(blocks.shape)).mul_(2.0**-16)
+        codes += chance < magnitudes.sub_(below)
+        if self.values.dtype == torch.uint8:
+            codes = torch.maximum(codes, (scales > 0).to(codes.dtype)[..., None])
+        else:
+            codes.copysign_(blocks)
+        return codes.view(values.shape).to(self.values.dtype), scales
+
+
+def _power_of(codes: Tensor, power: int) -> Tensor:
+    squares = codes * codes
+    return squares if power == 2 else squares.mul_(squares)
+
+
+def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
+    """float32, which are overwritten, to bfloat16: away from zero as often as int64 bits below 2^16 say."""
+    whole = values.view(torch.int32).add_(bits.to(torch.int32)).bitwise_and_(-1 << 16)
+    return whole.view(torch.float32).to(torch.bfloat16)
+
+
+def keep_if(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
+    """old becomes new in place, unless skip; the host does not wait to know."""
+    old.copy_(new if skip is None else torch.where(skip, old, new))

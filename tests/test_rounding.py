@@ -1,0 +1,207 @@
+"""Weights in bfloat16, moments in bfloat16 and 8 bits: rounded fairly, alike at every layout, kept by checkpoints."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from components import optimizer as optimizers
+from components.config import load_config
+from components.counter_hash import chunks, key_of
+from components.optimizer import AdamW, update
+from components.rounded_adam import RoundedAdam
+from components.rounding import Kept, RandomBits, new_moment
+from components.state import init
+from tests.harness import Case, Observation, figures, observe, observe_all, whole_tensors
+
+WEIGHTS, STATE = ("--training.dtype", "bfloat16"), "--optimizer.state_dtype"
+KINDS: dict[str, tuple[str, ...]] = {
+    "bfloat16 weights": WEIGHTS,
+    "bfloat16 moments": (STATE, "bfloat16"),
+    "8-bit moments": (STATE, "int8"),
+    "bfloat16 weights, 8-bit moments": (*WEIGHTS, STATE, "int8"),
+    "Adam": (*WEIGHTS, STATE, "bfloat16", "--optimizer.name", "Adam"),
+    "Muon": (*WEIGHTS, STATE, "int8", "--optimizer.name", "Muon"),
+}
+REPLICATE, SHARD, TP, PP, LOCAL = (
+    "--parallelism.data_parallel_replicate_degree",
+    "--parallelism.data_parallel_shard_degree",
+    "--parallelism.tensor_parallel_degree",
+    "--parallelism.pipeline_parallel_degree",
+    "--training.local_batch_size",
+)
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "fsdp 2": (2, (SHARD, "2", LOCAL, "18")),
+    "fsdp 3": (3, (SHARD, "3", LOCAL, "12")),
+    "tp 2": (2, (TP, "2")),
+    "ddp 2, accumulating": (2, (REPLICATE, "2", LOCAL, "6")),
+    "pp 2 x fsdp 2": (4, (PP, "2", SHARD, "2", LOCAL, "18")),
+    "fsdp 2 x tp 2, offloaded": (4, (SHARD, "2", TP, "2", LOCAL, "18", "--training.enable_cpu_offload", "true")),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def rounded(values: Tensor, dtype: str, draws: int, signed: bool = True) -> Tensor:
+    """(draws, ...): what is read of values that were kept, each time with other bits."""
+    read = []
+    for draw in range(draws):
+        kept = Kept.of(new_moment(values, "moment", dtype, signed), "moment", draw % 3)
+        for rows, indices in chunks(values):
+            kept.write(rows, values[rows].clone(), RandomBits(indices, draw, torch.tensor(1.0)), None)
+        read.append(kept.read(slice(None)))
+    return torch.stack(read)
+
+
+@pytest.mark.parametrize(("dtype", "signed"), [("bfloat16", True), ("int8", True), ("int8", False)])
+def test_rounding_is_up_or_down_and_fair(dtype: str, signed: bool) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(8, 1024) if signed else torch.randn(8, 1024).square()
+    found = rounded(values, dtype, draws=300, signed=signed)
+    assert all(len(found[:, 0, column].unique()) <= 2 for column in range(200))
+    spread = found.std(0)
+    off = (found.mean(0) - values) / (spread / 300**0.5).clamp(min=1e-9)
+    moved = spread > 0
+    # A second moment's smallest code is not 0, which the bias of those that would be near it tells.
+    fair = moved if signed else moved & (values > 1e-6)
+    assert fair.sum() > 0.9 * values.numel()
+    assert off[fair].abs().mean() < 1.0  # 0.8 of a normal distribution
+    assert off[fair].mean().abs() < 0.1
+
+
+def test_what_has_an_exact_code_keeps_it() -> None:
+    values = torch.randn(4, 256).bfloat16().float()
+    assert torch.equal(rounded(values, "bfloat16", 3), values.expand(3, -1, -1))
+    found = rounded(values, "int8", 3).view(3, 4, 16, 16)
+    largest = values.view(4, 16, 16).abs().amax(-1)
+    assert torch.allclose(found.abs().amax(-1), largest.expand(3, -1, -1), rtol=1e-6)
+    assert torch.equal(rounded(torch.zeros(4, 256), "int8", 2), torch.zeros(2, 4, 256))
+
+
+def test_no_second_moment_is_rounded_to_zero() -> None:
+    values = torch.logspace(-20, 0, 256).expand(4, 256).contiguous()
+    assert rounded(values, "int8", 5, signed=False).min() > 0
+
+
+def test_without_rounding_updates_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(40, 70)) for _ in range(2))
+    settings: Any = {"lr": 1e-2, "weight_decay": 0.1}
+    one = RoundedAdam([{"params": [ours], "names": ["weight"], **settings}], (0.9, 0.95), 1e-8, 0, "float32")
+    reference = AdamW([{"params": [theirs], **settings}], betas=(0.9, 0.95), fused=True)
+    for _ in range(4):
+        ours.grad = torch.randn(40, 70)
+        theirs.grad = ours.grad.clone()
+        one.step()
+        reference.step()
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_an_update_that_is_not_accepted_changes_no_bit(dtype: str) -> None:
+    parameter = nn.Parameter(torch.randn(32, 256).bfloat16())
+    group = {"params": [parameter], "names": ["weight"], "lr": 1e-2, "rate": 1.0}
+    optimizer = RoundedAdam([group], (0.9, 0.95), 1e-8, 0, dtype)
+    parameter.grad = torch.randn(32, 256).bfloat16()
+    update(optimizer, 1e-2, torch.tensor(True))
+    before = [parameter.detach().clone(), *(value.clone() for value in optimizer.state[parameter].values())]
+    parameter.grad.fill_(torch.nan)
+    update(optimizer, 1e-2, torch.tensor(False))
+    after = [parameter.detach(), *optimizer.state[parameter].values()]
+    assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+
+
+@each_kind
+def test_bytes_are_those_that_are_kept(kind: str) -> None:
+    """And of a matrix with rows of 4,096: 2 a moment's number in bfloat16, 1 + 4 / 256 in 8 bits."""
+    config = load_config([*KINDS[kind]])
+    dtype = getattr(torch, config.training.dtype)
+    matrix = nn.Parameter(torch.zeros(8, 4096, dtype=dtype))
+    found = optimizers._row_bytes("matrix", 2, 4096, dtype, config.optimizer) / 4096
+    of_one = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[config.optimizer.state_dtype]
+    assert found == of_one * (1 if config.optimizer.name == "Muon" else 2)
+    assert matrix.nbytes == 8 * 4096 * (2 if "weights" in kind or kind in ("Adam", "Muon") else 4)
+
+
+def give_equal_gradients() -> None:
+    """Each update is made from gradients that are a function of names and indices: the same at every layout."""
+    original = train.update
+
+    def with_equal_gradients(optimizer: torch.optim.Optimizer, lr: float, accepted: Tensor) -> None:
+        for group in optimizer.param_groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                init._fill_normal(parameter.grad, 1e-2, key_of("gradient", name), torch.device("cpu"))
+        original(optimizer, lr, accepted)
+
+    vars(train)["update"] = with_equal_gradients
+
+
+def states(run: train.Run) -> dict[str, Tensor]:
+    """Whole tensors of the optimizer's state."""
+    found = {}
+    for stage in run.stages:
+        for name, parameter in stage.named_parameters():
+            for key, value in run.optimizer.state[parameter].items():
+                found[f"{name} {key}"] = value
+    return whole_tensors(run, found)
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
+    assert left.keys() == right.keys()
+    return [name for name in left if not torch.equal(left[name], right[name])]
+
+
+@each_kind
+def test_every_layout_keeps_the_same_bits_after_updates_from_equal_gradients(kind: str) -> None:
+    def run(ranks: int, *layout: str) -> Case:
+        return Case((*KINDS[kind], *layout), ranks, 2, mutate=give_equal_gradients, at_end=states)
+
+    one, *others = observe_all([run(1), *(run(ranks, *layout) for ranks, layout in LAYOUTS.values())])
+    assert isinstance(one, Observation)
+    assert any(value.dtype in (torch.int8, torch.uint8, torch.bfloat16) for value in one.extra.values()) or (
+        kind == "bfloat16 weights"
+    )
+    for layout, other in zip(LAYOUTS, others, strict=True):
+        assert isinstance(other, Observation), other
+        assert not differing(other.extra, one.extra), layout
+        assert not differing(other.weights, one.weights), layout
+
+
+def move_by_one_unit() -> None:
+    """Every weight starts one unit of its last place further from zero."""
+    original = train.initialize_weights
+
+    def moved(model: nn.Module, *arguments: Any) -> None:
+        original(model, *arguments)
+        for parameter in model.parameters():
+            bits = {torch.bfloat16: torch.int16, torch.float32: torch.int32}[parameter.dtype]
+            parameter.data.view(bits).add_(1)
+
+    vars(train)["initialize_weights"] = moved
+
+
+@each_kind
+def test_three_steps_differ_by_less_than_three_units_make_them(kind: str) -> None:
+    one = observe(*KINDS[kind])
+    moved = figures(observe(*KINDS[kind], mutate=move_by_one_unit), one)
+    for layout, (ranks, words) in LAYOUTS.items():
+        found = figures(observe(*KINDS[kind], *words, ranks=ranks), one)
+        assert found["weights at step 0"] == found["tokens"] == found["norm among ranks"] == 0, layout
+        assert found["weights"] <= 3 * moved["weights"], layout
+        assert found["loss"] <= 1e-4, layout
+
+
+@each_kind
+def test_a_run_goes_on_at_another_layout(kind: str, tmp_path: Path) -> None:
+    """fsdp 2, then tp 2, then one process, a step each: the bits of three steps of one process."""
+    words = (*KINDS[kind], "--checkpoint.enable", "true")
+    for name in ("fsdp 2", "tp 2", ""):
+        ranks, layout = LAYOUTS.get(name, (1, ()))
+        last = observe(
+            *(*words, *layout), ranks=ranks, steps=1, folder=str(tmp_path), mutate=give_equal_gradients, at_end=states
+        )
+    whole = observe(*KINDS[kind], steps=3, mutate=give_equal_gradients, at_end=states)
+    assert not differing(last.weights, whole.weights)
+    assert not differing(last.extra, whole.extra)
