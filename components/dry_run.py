@@ -11,7 +11,8 @@ import math
 import os
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from components.config import JobConfig, load_config
+from components.counter_hash import CHUNK
 from components.describe import describe
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
@@ -153,6 +155,15 @@ class _Rehearsal(Meter):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
+@contextmanager
+def _chunks_of_a_gpu() -> Iterator[None]:
+    """Fake tensors are on the CPU, in whose chunks a large model's update would be a million operations."""
+    kept = dict(CHUNK)
+    CHUNK["cpu"] = CHUNK["cuda"]
+    yield
+    CHUNK.update(kept)
+
+
 def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     """Build and step as the rank that RANK says, of WORLD_SIZE, on fake tensors: what it would hold and send."""
     device, training = init_fake_group(), config.training
@@ -166,7 +177,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     with fake:
         give_memory(stages, device)
     run = train.assemble(config, device, mesh, stages, None, None)
-    with fake, _Rehearsal(run.mesh, run.parameters) as meter:
+    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _chunks_of_a_gpu():
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}

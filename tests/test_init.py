@@ -26,7 +26,7 @@ def test_numbers_are_standard_normal_and_independent() -> None:
 
 
 def test_offloaded_weights_are_computed_on_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(counter_hash._CHUNK, "meta", 100)
+    monkeypatch.setitem(counter_hash.CHUNK, "meta", 100)
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         initialize_weights(nn.Linear(2, 2), lambda name: 0.02, 0, torch.device("meta"))
 

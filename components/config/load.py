@@ -199,7 +199,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         reason = "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
         yield "checkpoint.last_save_in_hf", reason
     if checkpoint.enable and checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
-        yield "checkpoint.export_dtype", "checkpoints keep float32; it is the precision of checkpoint.last_save_in_hf"
+        yield "checkpoint.export_dtype", "checkpoints keep training.dtype; it is the precision of checkpoint.last_save_in_hf"
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield "debug.deterministic_warn_only", "needs debug.deterministic = true"
     profiling = config.profiling

@@ -132,7 +132,7 @@ class Checkpointer:
         if with_optimizer:
             _allocate_state(self.optimizer)
         tensors = self._tensors(with_optimizer)
-        load_tensors(tensors, saved.folder, self._group)
+        load_tensors(tensors, saved.folder, self._group, convert=model_only)
         for name, state, key in self._kept() if with_optimizer else ():
             if not isinstance(state[key], Tensor):
                 state[key] = type(state[key])(tensors[name].item())
