@@ -156,10 +156,10 @@ class _Rehearsal(Meter):
 
 
 @contextmanager
-def _chunks_of_a_gpu() -> Iterator[None]:
+def _updates_in_one_piece() -> Iterator[None]:
     """Fake tensors are on the CPU, in whose chunks a large model's update would be a million operations."""
     kept = dict(CHUNK)
-    CHUNK["cpu"] = CHUNK["cuda"]
+    CHUNK["cpu"] = sys.maxsize
     yield
     CHUNK.update(kept)
 
@@ -177,7 +177,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     with fake:
         give_memory(stages, device)
     run = train.assemble(config, device, mesh, stages, None, None)
-    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _chunks_of_a_gpu():
+    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _updates_in_one_piece():
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}

@@ -18,7 +18,12 @@ MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.item
 def meta_model(name: str, flavor: str, attention_kernel: str = "auto", dtype: str = "float32") -> Any:
     """The whole model on the meta device, without memory."""
     model_class, flavors = MODELS[name]
-    with torch.device("meta"):
-        model = model_class(flavors[flavor]).to(getattr(torch, dtype))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device("meta"):
+            model = model_class(flavors[flavor])
+    finally:
+        torch.set_default_dtype(default)
     choose_kernel(model, attention_kernel)
     return model

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from components.config import ActivationCheckpoint
@@ -35,6 +35,28 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
         # Layers are numbered over the whole model, so that pipeline stages checkpoint the same ones.
         if int(number) % every == 0:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, **options)
+            if config.offload:
+                layer.forward = partial(_inputs_on_host, layer.forward)
+
+
+def _inputs_on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A checkpointed forward whose inputs wait for backward in the host's pinned memory; none waits for the copies.
+
+    The copies are in the order of the device's own work, so that memory on either side is free when they are done.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+        return forward(*args, **kwargs)
+
+
+def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    if tensor.device.type == "cpu":
+        return tensor
+    kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+    return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
 def _keep_costly_results() -> Any:

@@ -117,6 +117,14 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
             "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0",
             "activation_checkpoint.selective_ac_option",
         ),
+        ("--activation_checkpoint.offload", "activation_checkpoint.offload"),
+        (
+            "--activation_checkpoint.offload --activation_checkpoint.mode selective"
+            " --activation_checkpoint.selective_ac_option op",
+            "activation_checkpoint.offload",
+        ),
+        ("--training.dtype bfloat16 --optimizer.implementation foreach", "optimizer.implementation"),
+        ("--optimizer.state_dtype int8 --optimizer.implementation for-loop", "optimizer.implementation"),
         ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
         ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
         (

@@ -183,7 +183,7 @@ def dry_runs(pool: ProcessPoolExecutor) -> dict[Path, list[Future]]:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_starts_at_its_full_scale(recipe: Path, dry_runs: dict[Path, list[Future]]) -> None:
     """Each in time, and under the memory of the GPUs that its head names."""
-    memory = re.search(r"GPUs of (\d+) GB", recipe.read_text())
+    memory = re.search(r"GPUs? of (\d+) GB", recipe.read_text())
     for found in (future.result() for future in dry_runs[recipe]):
         assert found.seconds < 90  # less than 60 alone; beside other work a second of the processor does less
         assert found.peak < 0.92 * int(memory[1] if memory else 16) * 1e9

@@ -26,12 +26,16 @@ REPLICATE, SHARD, TP, CP, PP, METHOD = (
 )
 ONE = (*BFLOAT16, *DOCUMENTS, *ACCUMULATION, *SPIKES)
 ULYSSES = (CP, "2", METHOD, "ulysses")
+OFFLOADED = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true")
+ROUNDED = ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "int8")
 LAYOUTS = {
     "one": Case(ONE),
     "hsdp tp": Case((REPLICATE, "2", SHARD, "2", TP, "2", *ACCUMULATION, *BFLOAT16, *PER_OPERATION), 8),
     "ulysses": Case(ULYSSES, 2),
     "allgather": Case((CP, "2", METHOD, "allgather_kv", *DOCUMENTS), 2),
     "pp": Case((PP, "2"), 2),
+    "offloaded, rounded": Case((*BFLOAT16, *OFFLOADED, *ROUNDED)),
+    "offloaded, tp": Case((TP, "2", *OFFLOADED), 2),
 }
 FAULTS = {
     "an index made on the host": (
@@ -46,6 +50,10 @@ FAULTS = {
             ),
         ),
         "copy from cpu to cuda:0, in sequence_order",
+    ),
+    "an input of a layer that the host waits for": (
+        Case(OFFLOADED, 1, ("parallelize.activation", "_to_host", "tensor, non_blocking=True", "tensor")),
+        "copy from cuda:0 to cpu, in _to_host",
     ),
     "a number read on the host": (
         Case(ONE, 1, ("train", "train_step", "part.detach()", "part.item()")),

@@ -17,6 +17,7 @@ from tests.test_parallelize_data import UNEVEN_LABELS
 FULL = ("--activation_checkpoint.mode", "full")
 EVERY_SECOND = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "2")
 PER_OPERATION = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+OFFLOADED = (*FULL, "--activation_checkpoint.offload", "true")
 MODES = {"full": FULL, "every second layer": EVERY_SECOND, "per operation": PER_OPERATION}
 STAGES = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "6")
 LAYOUTS = {

@@ -193,6 +193,14 @@ def test_three_steps_differ_by_less_than_three_units_make_them(kind: str) -> Non
         assert found["loss"] <= 1e-4, layout
 
 
+def test_weights_start_from_a_checkpoint_of_another_precision(tmp_path: Path) -> None:
+    words = ("--checkpoint.enable", "true")
+    saved = observe(*words, steps=1, folder=str(tmp_path / "one")).weights
+    start = ("--checkpoint.initial_load_path", str(tmp_path / "one"))
+    found = observe(*words, *start, *WEIGHTS, steps=0, folder=str(tmp_path / "two")).weights
+    assert not differing(found, {name: weight.bfloat16() for name, weight in saved.items()})
+
+
 @each_kind
 def test_a_run_goes_on_at_another_layout(kind: str, tmp_path: Path) -> None:
     """fsdp 2, then tp 2, then one process, a step each: the bits of three steps of one process."""

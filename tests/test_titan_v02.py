@@ -61,7 +61,6 @@ FILES = {
         frozenset(
             {
                 "job.custom_config_module",
-                "training.dtype",
                 "fault_tolerance.enable",
                 "fault_tolerance.replica_id",
                 "fault_tolerance.group_size",

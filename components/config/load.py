@@ -180,6 +180,11 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         yield "parallelism.context_parallel_rotate_method", reason
     if not re.fullmatch(r"op|[1-9]\d*", config.activation_checkpoint.selective_ac_option):
         yield "activation_checkpoint.selective_ac_option", 'expected a number of layers, as "2", or "op"'
+    checkpointing = config.activation_checkpoint
+    per_op = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    if checkpointing.offload and (checkpointing.mode not in ("full", "selective") or per_op):
+        reason = 'it moves the inputs of checkpointed layers: needs mode = "full", or "selective" and a number'
+        yield "activation_checkpoint.offload", reason
     float8 = "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'
@@ -199,7 +204,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         reason = "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
         yield "checkpoint.last_save_in_hf", reason
     if checkpoint.enable and checkpoint.export_dtype != "float32" and not checkpoint.last_save_in_hf:
-        yield "checkpoint.export_dtype", "checkpoints keep training.dtype; it is the precision of checkpoint.last_save_in_hf"
+        reason = "checkpoints keep training.dtype; it is the precision of checkpoint.last_save_in_hf"
+        yield "checkpoint.export_dtype", reason
     if config.debug.deterministic_warn_only and not config.debug.deterministic:
         yield "debug.deterministic_warn_only", "needs debug.deterministic = true"
     profiling = config.profiling

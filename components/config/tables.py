@@ -171,6 +171,8 @@ class ActivationCheckpoint:
     memory_budget: Fraction = 0.5
     """With mode = "memory_budget": what a compiled layer may keep, from 0, its inputs alone, to 1, all that it keeps
     without a budget."""
+    offload: bool = False
+    """Keep the inputs of checkpointed layers in pinned memory of the host; with mode full, or a number of layers."""
     preserve_rng_state: bool = True
     """Recompute with the same random numbers; no model here draws any."""
     determinism_check: Literal["default", "none"] = "default"

@@ -58,6 +58,7 @@ def losses() -> None:
     """AdamW and Muon at three rates, AdamW with three seeds, every kind at the recipe's rate."""
     wanted = {(kind, rate, SEEDS[0]) for kind in ("AdamW", "Muon") for rate in RATES}
     wanted |= {(kind, RATES[1], SEEDS[0]) for kind in KINDS} | {("AdamW", RATES[1], seed) for seed in SEEDS}
+    LOSSES.parent.mkdir(parents=True, exist_ok=True)
     lines = LOSSES.read_text().splitlines() if LOSSES.exists() else []
     found = {tuple(run): loss for run, loss in map(json.loads, lines)}
 
