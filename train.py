@@ -199,7 +199,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
         batch = own_part(run, next(batches))
         # The summed loss is divided before backward, by all ranks' labels: gradients are then only added up.
         if run.pipeline:
-            loss += run.pipeline.forward_backward(batch, valid)
+            loss += run.pipeline.forward_backward(batch, valid, last)
         else:
             part = run.stages[0](**batch) / valid
             poison_if_not_finite(part).backward()

@@ -25,7 +25,7 @@ from components.files import write_json
 from components.launch.exit_codes import ExitCode
 from parallelize.groups import print_on_rank_0
 from parallelize.mesh import Mesh, sum_over_token_ranks
-from parallelize.sharding import local_part
+from parallelize.sharding import is_copy, local_part
 
 
 @dataclass
@@ -201,7 +201,7 @@ def _numbers(judgement: Judgement, stages: Sequence[nn.Module]) -> dict[str, Any
     """A rank's own numbers; those that are not finite as text, for which JSON has no number."""
     names = defaultdict(list)
     for name, parameter in (each for stage in stages for each in stage.named_parameters()):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not is_copy(parameter):
             names[local_part(parameter.grad)[0]].append(name)
     ordered = [name for group in names.values() for name in group]
     norms = dict(zip(ordered, (norm.item() for norm in judgement.own_norms), strict=True))

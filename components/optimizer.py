@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from components.muon import Muon
 from components.rounded_adam import RoundedAdam
 from models.parameters import Kind, Role
 from parallelize.mesh import Mesh
-from parallelize.sharding import exact_norms, local_part
+from parallelize.sharding import exact_norms, is_copy, local_part
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 def build_optimizer(stages: list[nn.Module], config: Optimizer, shared: Shared | None = None) -> torch.optim.Optimizer:
     """The optimizer of the parameters of all stages that are trained, grouped by their roles."""
-    parameters: dict[Role, dict[str, nn.Parameter]] = {role: {} for role in get_args(Role)}
+    parameters: dict[Role, list[tuple[str, nn.Parameter]]] = {role: [] for role in get_args(Role)}
     for role, name, parameter in _trained(stages):
-        parameters[role][name] = parameter
+        parameters[role].append((name, parameter))
     groups = [_group(role, members, config) for role, members in parameters.items()]
     return OPTIMIZERS[config.name](groups, config, shared or Shared())
 
@@ -124,10 +124,10 @@ def _trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, str, nn.Parame
                 yield kind.role, name, parameter
 
 
-def _group(role: Role, parameters: Mapping[str, nn.Parameter], config: Optimizer) -> dict[str, Any]:
+def _group(role: Role, parameters: list[tuple[str, nn.Parameter]], config: Optimizer) -> dict[str, Any]:
     own = getattr(config, role)
     decay = config.weight_decay if own.weight_decay is None else own.weight_decay
-    members = {"params": [*parameters.values()], "names": [*parameters]}
+    members = {"params": [parameter for _, parameter in parameters], "names": [name for name, _ in parameters]}
     return members | {"role": role, "lr": config.lr, "rate": own.lr_factor, "weight_decay": decay}
 
 
@@ -147,7 +147,7 @@ def _row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, co
     """Found by a step on one row, or on a vector."""
     row = nn.Parameter(torch.zeros([1] * (dimensions - 1) + [columns], dtype=dtype))
     row.grad = torch.zeros_like(row)
-    groups = [_group(each, {"row": row} if each == role else {}, config) for each in get_args(Role)]
+    groups = [_group(each, [("row", row)] if each == role else [], config) for each in get_args(Role)]
     optimizer = OPTIMIZERS[config.name](groups, config, Shared())
     optimizer.step()
     kept = optimizer.state[row].values()
@@ -189,10 +189,12 @@ def clip_gradients(
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
     The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
-    layout. A pipeline's rank may have no gradient at all. own_norms takes the norms of this rank's
-    parts of the gradients, before they are scaled, in the order of local_gradients.
+    layout; a copy of another stage's parameter is scaled, and not counted. A pipeline's rank may have no gradient at
+    all. own_norms takes the norms of this rank's parts of the gradients, before they are scaled, in the order of
+    local_gradients, without copies.
     """
-    parts = local_gradients(parameters)
+    copies = [parameter for parameter in parameters if is_copy(parameter)]
+    parts = local_gradients([parameter for parameter in parameters if not is_copy(parameter)])
     squares = []
     for groups, gradients in parts.items():
         norms = exact_norms(gradients)
@@ -207,7 +209,7 @@ def clip_gradients(
         dist.all_reduce(total, group=stages)
     norm = total.sqrt().float()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradients in parts.values():
+    for gradients in (*parts.values(), *local_gradients(copies).values()):
         torch._foreach_mul_(gradients, factor)
     return norm
 

@@ -70,6 +70,8 @@ class Transformer(nn.Module):
     """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: ClassVar[str] = ""
     """Hugging Face's class."""
+    copies_embedding: bool = False
+    """The last stage of a pipeline holds the table of a tied embedding for its head alone."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -106,7 +108,8 @@ class Transformer(nn.Module):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
         cos, sin = rotary_cos_sin(positions, frequencies)
         visible = self.visibility(positions, document_ids)
-        x_BSD = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
+        embeds = self.tok_embeddings is not None and not self.copies_embedding
+        x_BSD = self.tok_embeddings(tokens) if embeds else tokens  # type: ignore[misc]
         for block in self.layers.values():
             x_BSD = block(x_BSD, cos, sin, visible)
         if self.norm is not None:

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Mesh
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
-from parallelize.sharding import poison_if_not_finite
+from parallelize.sharding import local_part, poison_if_not_finite
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -30,7 +30,9 @@ def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list
 
 
 def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The model without the parameters of all other modules."""
+    """The model without the parameters of all other modules; a head keeps the table that it is tied to."""
+    if model.config.tie_embeddings and "output" in names and "tok_embeddings" not in names:  # type: ignore[union-attr]
+        names, model.copies_embedding = [*names, "tok_embeddings"], True  # type: ignore[assignment]
     for name, child in list(model.named_children()):
         if isinstance(child, nn.ModuleDict):
             for key in list(child):
@@ -95,16 +97,45 @@ class Pipeline:
             scale_grads=False,  # torch would divide by the number of micro-batches
         )
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
+        self._tables: dict[int, Any] = {}
+        """Of a tied embedding, by stage."""
+        for number, module in self._modules.items():
+            if module.config.tie_embeddings and number in (0, self._count - 1):  # type: ignore[union-attr]
+                # .weight may be a copy in bfloat16.
+                (self._tables[number],) = module.get_submodule("tok_embeddings").parameters()
+                self._tables[number].copied_from_another_stage = number > 0
 
-    def forward_backward(self, batch: dict[str, Tensor], valid: int) -> Tensor:
-        """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0."""
+    def forward_backward(self, batch: dict[str, Tensor], valid: int, last: bool) -> Tensor:
+        """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0.
+
+        last: of the batches of an optimizer step.
+        """
         self._valid = valid
         losses: list[Tensor] = []
         more = {name: tensor for name, tensor in batch.items() if name != "tokens"}
         inputs = (batch["tokens"],) if 0 in self._modules else ()
         target = batch["labels"] if self._count - 1 in self._modules else None
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
+        if last:
+            self._add_up_tied()
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
+
+    def _add_up_tied(self) -> None:
+        """Give both ends the sum of the gradients that they have of a tied table. Each adds two: bits are equal."""
+        own = [local_part(table.grad)[1] for table in self._tables.values() if table.grad is not None]
+        if len(own) == 2:
+            own[1].copy_(own[0].add_(own[1]))
+        elif own and own[0].numel():
+            other = self._owner[self._count - 1 if 0 in self._tables else 0]
+            sent = own[0].to(self._device).contiguous()
+            received = torch.empty_like(sent)
+            messages = [
+                dist.P2POp(dist.isend, sent, group=self._group, group_peer=other),
+                dist.P2POp(dist.irecv, received, group=self._group, group_peer=other),
+            ]
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
+            own[0].add_(received.to(own[0].device))
 
     def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
         """Forward only, stage by stage: returns the batch's summed loss on the last stage's rank, 0 on others.

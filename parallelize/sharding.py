@@ -87,6 +87,11 @@ def poison_if_not_finite(loss: Tensor) -> Tensor:
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
+def is_copy(parameter: Tensor) -> bool:
+    """Whether another stage of the pipeline has this parameter, and counts it: so has the last stage's tied table."""
+    return getattr(parameter, "copied_from_another_stage", False)
+
+
 def align_gradients(parameters: list[nn.Parameter]) -> None:
     """Give each gradient its parameter's placement: gradients of norms are partial sums until here."""
     for parameter in parameters:

@@ -30,7 +30,7 @@ def row(verdict: str, gradient: float = 0.0, **settings: str) -> dict[str, Any]:
 ROWS = [
     row("proven", 3e-7, tp="2"),
     row("proven", 5e-7, tp="2", cp="2"),
-    row("refused", pp="2", tied="true"),
+    row("refused", cp="2", document_mask="true"),
     row("error", cp="4"),
 ]
 
@@ -66,7 +66,7 @@ def test_a_run_adds_its_results_and_a_resumed_one_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a folder" / "results.jsonl"
-    monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), layout(pp="2", tied="true")])
+    monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), layout(cp="2", document_mask="true")])
     assert matrix.main(["--results", str(path)]) == 0
     assert [each["verdict"] for each in composition.read(path)] == ["refused", "proven"]
     capsys.readouterr()

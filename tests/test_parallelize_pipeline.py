@@ -2,6 +2,7 @@
 
 import functools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 import train
-from tests.harness import broken_bars, observe, rewrite
+from tests.harness import Case, Observation, broken_bars, observe, observe_all, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 SIX_LAYERS = ("--model.flavor", "long", "--training.global_batch_size", "24", "--training.local_batch_size", "24")
@@ -136,3 +137,60 @@ def test_a_planted_fault_is_found(fault: str, schedule: str) -> None:
         assert not broken_bars(observed, one()), "the first rank has the last stage"
         return
     assert broken_bars(observed, one())
+
+
+TIED = ("--model.flavor", "long_tied", *SIX_LAYERS[2:], "--metrics.dynamics_freq", "1")
+FSDP = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "12")
+
+
+@functools.cache
+def tied() -> Observation:
+    return observe(*TIED, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize(("schedule", "layout", "ranks"), [("1F1B", FSDP, 4), ("ZBVZeroBubble", (), 2)])
+def test_both_ends_hold_a_tied_table_and_go_on_with_it(
+    schedule: str, layout: tuple[str, ...], ranks: int, tmp_path: Path
+) -> None:
+    """In a V both are on one rank. A step and a save there, a step in one process, and a step there again."""
+    words = (*TIED, "--checkpoint.enable", "true")
+    split = (*words, *PP2, SCHEDULE, schedule, *layout)
+    run = functools.partial(observe, valid_labels=UNEVEN_LABELS, steps=1, folder=str(tmp_path))
+    for each, count in ((split, ranks), (words, 1), (split, ranks)):
+        last = run(*each, ranks=count)
+    assert last.losses[0] == pytest.approx(tied().losses[2], rel=1e-6)
+    for name, weight in tied().weights.items():
+        assert ((last.weights[name] - weight).norm() / weight.norm()).item() < 1e-5, name
+
+
+TIED_FAULTS = {
+    "each end has its own gradient": ("parallelize.pipeline", "Pipeline.forward_backward", "if last:", "if False:"),
+    "ends swap gradients": (
+        "parallelize.pipeline",
+        "Pipeline._add_up_tied",
+        "own[0].add_(received",
+        "own[0].copy_(received",
+    ),
+    "the norm counts both": ("components.optimizer", "clip_gradients", "if not is_copy(parameter)", "if True"),
+    "dynamics count both": ("components.metrics.dynamics", "Dynamics.__init__", "if not is_copy(parameter)", "if True"),
+}
+
+
+@pytest.mark.parametrize("fault", TIED_FAULTS)
+def test_a_fault_of_a_tied_table_is_found(fault: str) -> None:
+    """A run whose ends differ ends with an error."""
+    plant = functools.partial(rewrite, *TIED_FAULTS[fault])
+    (observed,) = observe_all([Case((*TIED, *PP2), 2, valid_labels=UNEVEN_LABELS, mutate=plant)])
+    if isinstance(observed, RuntimeError):
+        assert "is not the same in two stages" in str(observed)
+    else:
+        assert broken_bars(observed, tied())
+
+
+def test_a_tied_table_that_a_resume_fills_once_is_found(tmp_path: Path) -> None:
+    split = (*TIED, *PP2, SCHEDULE, "ZBVZeroBubble", "--checkpoint.enable", "true")
+    run = functools.partial(observe, *split, ranks=2, steps=1, folder=str(tmp_path), valid_labels=UNEVEN_LABELS)
+    run()
+    fault = ("components.state.checkpoint", "Checkpointer.load_folder", "tensor.copy_(tensors[name])", "pass")
+    resumed = run(mutate=functools.partial(rewrite, *fault))
+    assert abs(resumed.losses[0] / tied().losses[1] - 1) > 1e-6

@@ -11,10 +11,12 @@ import train
 from components import optimizer as optimizers
 from components.config import load_config
 from components.counter_hash import chunks, key_of
-from components.optimizer import AdamW, update
+from components.muon import Muon
+from components.optimizer import Adam, AdamW, state_bytes, update
 from components.rounded_adam import RoundedAdam
 from components.rounding import Kept, RandomBits, new_moment
 from components.state import init
+from parallelize.sharding import local_part
 from tests.harness import Case, Observation, figures, observe, observe_all, whole_tensors
 
 WEIGHTS, STATE = ("--training.dtype", "bfloat16"), "--optimizer.state_dtype"
@@ -81,16 +83,17 @@ def test_what_has_an_exact_code_keeps_it() -> None:
 
 
 def test_no_second_moment_is_rounded_to_zero() -> None:
-    values = torch.logspace(-20, 0, 256).expand(4, 256).contiguous()
+    values = torch.logspace(-20, 0, 256)[torch.randperm(256)].expand(4, 256).contiguous()
     assert rounded(values, "int8", 5, signed=False).min() > 0
 
 
-def test_without_rounding_updates_are_those_of_torch() -> None:
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_without_rounding_updates_are_those_of_torch(decoupled: bool) -> None:
     torch.manual_seed(0)
     ours, theirs = (nn.Parameter(torch.ones(40, 70)) for _ in range(2))
     settings: Any = {"lr": 1e-2, "weight_decay": 0.1}
-    one = RoundedAdam([{"params": [ours], "names": ["weight"], **settings}], (0.9, 0.95), 1e-8, 0, "float32")
-    reference = AdamW([{"params": [theirs], **settings}], betas=(0.9, 0.95), fused=True)
+    one = RoundedAdam([{"params": [ours], "names": ["weight"], **settings}], (0.9, 0.95), 1e-8, 0, "float32", decoupled)
+    reference = (AdamW if decoupled else Adam)([{"params": [theirs], **settings}], betas=(0.9, 0.95), fused=True)
     for _ in range(4):
         ours.grad = torch.randn(40, 70)
         theirs.grad = ours.grad.clone()
@@ -99,11 +102,36 @@ def test_without_rounding_updates_are_those_of_torch() -> None:
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
+def test_each_step_each_name_and_each_number_has_other_bits() -> None:
+    def bits(name: str, step: int, turn: int) -> Tensor:
+        made = [
+            RandomBits(indices, key_of(0, name), torch.tensor(float(step)))
+            for _, indices in chunks(torch.empty(256, 256))
+        ]
+        return torch.cat([each.take(turn) for each in made])
+
+    drawn = [bits(name, step, turn) for name in ("a", "b") for step in (1, 2) for turn in (0, 1, 2)]
+    for number, left in enumerate(drawn):
+        assert 0 <= left.min() <= left.max() < 1 << 16
+        assert abs(left.float().mean() / (1 << 15) - 1) < 0.05
+        for right in drawn[:number]:
+            assert (
+                abs(torch.corrcoef(torch.stack([left.flatten(), right.flatten()]).float())[0, 1]) < 0.023
+            )  # six deviations
+
+
+@pytest.mark.parametrize("muon", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
-def test_an_update_that_is_not_accepted_changes_no_bit(dtype: str) -> None:
+def test_an_update_that_is_not_accepted_changes_no_bit(dtype: str, muon: bool) -> None:
     parameter = nn.Parameter(torch.randn(32, 256).bfloat16())
-    group = {"params": [parameter], "names": ["weight"], "lr": 1e-2, "rate": 1.0}
-    optimizer = RoundedAdam([group], (0.9, 0.95), 1e-8, 0, dtype)
+    settings: Any = {"lr": 1e-2, "rate": 1.0}
+    group = {"params": [parameter], "names": ["weight"], **settings}
+    optimizer: torch.optim.Optimizer
+    if muon:
+        others = RoundedAdam([{"params": [], "names": [], **settings}], (0.9, 0.95), 1e-8, 0, dtype)
+        optimizer = Muon([group], others, None, torch.bfloat16, 0.95, 5, dtype)
+    else:
+        optimizer = RoundedAdam([group], (0.9, 0.95), 1e-8, 0, dtype)
     parameter.grad = torch.randn(32, 256).bfloat16()
     update(optimizer, 1e-2, torch.tensor(True))
     before = [parameter.detach().clone(), *(value.clone() for value in optimizer.state[parameter].values())]
@@ -123,6 +151,25 @@ def test_bytes_are_those_that_are_kept(kind: str) -> None:
     of_one = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[config.optimizer.state_dtype]
     assert found == of_one * (1 if config.optimizer.name == "Muon" else 2)
     assert matrix.nbytes == 8 * 4096 * (2 if "weights" in kind or kind in ("Adam", "Muon") else 4)
+
+
+def bytes_said_and_kept(run: train.Run) -> tuple[int, int]:
+    values = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
+    return state_bytes(run.stages, run.config.optimizer), sum(local_part(value)[1].nbytes for value in values)
+
+
+@pytest.mark.parametrize("layout", ["fsdp 3", "tp 2"])
+@each_kind
+def test_a_rank_keeps_the_bytes_that_it_says(kind: str, layout: str) -> None:
+    ranks, words = LAYOUTS[layout]
+    said, kept = observe(*KINDS[kind], *words, ranks=ranks, steps=1, at_end=bytes_said_and_kept).extra
+    assert said == kept
+
+
+def test_gradients_of_several_batches_are_rounded_once() -> None:
+    """In one process too."""
+    found = figures(observe(*WEIGHTS, LOCAL, "6", steps=1), observe(*WEIGHTS, steps=1))
+    assert found["gradient"] < 1e-4
 
 
 def give_equal_gradients() -> None:

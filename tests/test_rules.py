@@ -129,7 +129,6 @@ CASES = [
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
-    Refused("tied", (PP, "2", MICRO, "6"), "a table of its own", "weights", model={"tie_embeddings": True}),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
     Refused("vocabulary", (TP, "2"), "1027 rows in its vocabulary", "gradient", model={"vocab_size": 1027}),

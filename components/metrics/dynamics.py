@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallelize.mesh import Mesh
-from parallelize.sharding import exact_norms, local_part
+from parallelize.sharding import exact_norms, is_copy, local_part
 
 Groups = tuple[dist.ProcessGroup, ...]
 
@@ -30,7 +30,8 @@ class Dynamics:
         self.parts = _number_parts(name for name, parameter in model.named_parameters() if parameter.requires_grad)
         self.layers = _number_parts(name for name, module in model.named_modules() if _is_attention_core(module))
         named = [each for stage in stages for each in stage.named_parameters() if each[1].requires_grad]
-        self.parameters = [(self.parts[_part(name)], parameter) for name, parameter in named]
+        counted = [(name, parameter) for name, parameter in named if not is_copy(parameter)]
+        self.parameters = [(self.parts[_part(name)], parameter) for name, parameter in counted]
         modules = [each for stage in stages for each in stage.named_modules()]
         cores = [(name, module) for name, module in modules if _is_attention_core(module)]
         self.cores: list[tuple[int, Any]] = [(self.layers[_part(name)], core) for name, core in cores]

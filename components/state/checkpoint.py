@@ -131,23 +131,31 @@ class Checkpointer:
         with_optimizer = not (model_only or "optimizer" in self.excluded)
         if with_optimizer:
             _allocate_state(self.optimizer)
-        tensors = self._tensors(with_optimizer)
+        named = [*self._named_tensors(with_optimizer)]
+        tensors = dict(named)
         load_tensors(tensors, saved.folder, self._group, convert=model_only)
+        for name, tensor in named:
+            if tensor is not tensors[name]:  # the other end of a pipeline that both are on this rank
+                tensor.copy_(tensors[name])
         for name, state, key in self._kept() if with_optimizer else ():
             if not isinstance(state[key], Tensor):
                 state[key] = type(state[key])(tensors[name].item())
         return saved.state or {}
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
-        """The saved tensors by layout-free names; loading writes into the same tensors."""
-        tensors: dict[str, Tensor] = {}
+        return dict(self._named_tensors(with_optimizer))
+
+    def _named_tensors(self, with_optimizer: bool) -> Iterator[tuple[str, Tensor]]:
+        """What is saved, by layout-free names; loading writes into the same tensors.
+
+        A rank with both ends of a pipeline has a tied table, and its moments, twice.
+        """
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                tensors[f"model.{name}"] = parameter.detach()
+                yield f"model.{name}", parameter.detach()
         for name, state, key in self._kept() if with_optimizer else ():
             value = state[key]
-            tensors[name] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])
-        return tensors
+            yield name, value if isinstance(value, Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])
 
     def _kept(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """The optimizer's state of trained parameters: (name in the checkpoint, dict that holds the value, its key)."""

@@ -41,7 +41,8 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
     Raises ConfigError with every misfit, if a file is outside the folder, or if a number is not finite.
     """
     reader = open_reader(folder, foreign=True)
-    weights = {name: parameter.detach() for stage in stages for name, parameter in stage.named_parameters()}
+    named = [(name, parameter.detach()) for stage in stages for name, parameter in stage.named_parameters()]
+    weights = dict(named)
     aliases = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
     prefix = _keep_weights(reader, set().union(*gather(aliases - weights.keys())))
     renamed = {prefix + name: tensor for name, tensor in weights.items()}
@@ -59,6 +60,9 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
             _read_paired(name, renamed[name], stage.config.head_dim, reader)
 
     read_together(read)
+    for name, tensor in named:
+        if tensor is not weights[name]:  # the other end of a pipeline that both are on this rank
+            tensor.copy_(weights[name])
     check_finite(renamed, folder)
     print_on_rank_0(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
 

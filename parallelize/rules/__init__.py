@@ -180,7 +180,6 @@ RULES: list[tuple[str, Misfit]] = [
     ("parallelism.fsdp_reduce_gradients", _sums_misfit),
     ("training.local_batch_size", pipeline.turns_misfit),
     ("optimizer.state_dtype", _blocks_misfit),
-    _pipeline("pipeline_parallel_degree", pipeline.tied_misfit),
     ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
     ("parallelism.tensor_parallel_degree", _splits("rows in its vocabulary", "vocab_size")),

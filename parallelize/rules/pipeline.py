@@ -82,12 +82,3 @@ def turns_misfit(config: JobConfig, degrees: Degrees) -> str:
         f"a pipeline rounds the gradients of weights in bfloat16 after each {local} sequences; {needed} would be one "
         "turn, in micro-batches as small as before"
     )
-
-
-def tied_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not sizes_of(config).tie_embeddings:
-        return ""
-    return (
-        f"{config.model.name} {config.model.flavor} ties its embedding to its head, which would be in different "
-        "stages, each with a table of its own; data, tensor and context parallel keep them tied"
-    )
