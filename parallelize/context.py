@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible, raise_to_largest_logit
-from parallelize.mesh import Mesh
+from parallelize.mesh import Mesh, padded_length
 
 aten = torch.ops.aten
 
@@ -46,8 +46,14 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
 
 
 def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
-    """This rank's part of every sequence of a batch {name: (B, S)}; labels and positions stay with their tokens."""
+    """This rank's part of every sequence of a batch {name: (B, S)}; labels and positions stay with their tokens.
+
+    A sequence that ranks cannot share evenly is padded at its end, where no token of its own looks, without labels.
+    """
     cp = mesh["cp"]
+    length = batch["tokens"].shape[1]
+    if padding := padded_length(length, mesh.degrees, parallelism) - length:
+        batch = {name: _padded(tensor, padding, name) for name, tensor in batch.items()}
     if cp.size() == 1:
         return batch
     ranks, rank, balanced = cp.size(), cp.get_local_rank(), parallelism.context_parallel_load_balancer == "headtail"
@@ -55,6 +61,13 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
         name: rank_order(tensor, 1, ranks, balanced).chunk(ranks, 1)[rank].contiguous()
         for name, tensor in batch.items()
     }
+
+
+def _padded(tensor: Tensor, count: int, name: str) -> Tensor:
+    """(B, S + count). Labels that do not count; padding is a document of its own; the rest is never looked at."""
+    if name == "document_ids":
+        return torch.cat([tensor, (tensor[:, -1:] + 1).expand(-1, count)], 1)
+    return F.pad(tensor, (0, count), value=-100 if name == "labels" else 0)
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ import math
 from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING
 
-from components.config import ConfigError, JobConfig, mistake
+from components.config import ConfigError, JobConfig, Parallelism, mistake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,6 +83,16 @@ def _nearest(given: dict[str, int], world_size: int) -> list[str]:
     unit = math.prod(size for size in given.values() if size != -1)
     ranks = max(1, round(world_size / unit)) * unit if free else unit
     return [text for _, text in sorted(found)[:3]] + [f"NGPU={ranks}"]
+
+
+def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> int:
+    """Tokens of a sequence of this length with its padding: the next length that all ranks share evenly."""
+    unit = degrees.cp
+    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
+        unit *= 2
+    if parallelism.sequence_parallel:
+        unit = math.lcm(unit, degrees.cp * degrees.tp)
+    return -(-length // unit) * unit
 
 
 class Mesh:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from components.config import JobConfig, Parallelism
-from parallelize.mesh import Mesh
+from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
 from parallelize.sharding import local_part, poison_if_not_finite
 
@@ -43,14 +43,14 @@ def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
     return model
 
 
-def _passed_on(dim: int, config: JobConfig) -> tuple[Tensor, Tensor, Tensor]:
+def _passed_on(dim: int, config: JobConfig, degrees: Degrees) -> tuple[Tensor, Tensor, Tensor]:
     """A micro-batch's tokens, hidden state between stages, and loss: on the meta device, as this rank has them."""
     parallelism, training = config.parallelism, config.training
     size = parallelism.pipeline_parallel_microbatch_size
-    length = training.seq_len // parallelism.context_parallel_degree
+    length = padded_length(training.seq_len, degrees, parallelism) // degrees.cp
     tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
     if parallelism.sequence_parallel:
-        length //= parallelism.tensor_parallel_degree
+        length //= degrees.tp
     dtype = getattr(torch, training.mixed_precision_param)
     hidden = torch.empty(size, length, dim, dtype=dtype, device="meta", requires_grad=True)
     return tokens, hidden, torch.empty((), device="meta", requires_grad=True)
@@ -72,7 +72,7 @@ class Pipeline:
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         """In one call of forward_backward."""
-        tokens, hidden, loss = _passed_on(dim, config)
+        tokens, hidden, loss = _passed_on(dim, config, mesh.degrees)
         self._valid = 1
         # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [

@@ -33,6 +33,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "accumulation": ("1", "3"),
     "reduce": ("last", "each"),
     "validation_batch": ("3", "training's"),
+    "length": ("32", "33"),
     "optimizer": ("AdamW", "Muon"),
     "tied": ("false", "true"),
     "model": tuple(MODELS),
@@ -41,7 +42,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
-    *("reshard", "accumulation", "reduce", "validation_batch", "optimizer", "tied", "model", "checkpointing"),
+    *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "model", "checkpointing"),
     *("dynamics", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
@@ -107,6 +108,7 @@ class Layout:
         flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
         return (
             *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
+            *("--training.seq_len", self["length"]),
             *("--training.document_mask", self["document_mask"], "--optimizer.name", self["optimizer"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences

@@ -132,13 +132,12 @@ CASES = [
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
     Refused("vocabulary", (TP, "2"), "1027 rows in its vocabulary", "gradient", model={"vocab_size": 1027}),
-    Refused("training.seq_len", (CP, "2"), "multiple of 4 tokens: 32 or 36 would", "gradient", run=(LENGTH, "34")),
-    Refused("training.seq_len", (TP, "2"), "multiple of 2 tokens: 32 or 34 would", "error", run=(LENGTH, "33")),
     Refused(
-        "validation.seq_len",
-        (CP, "2", "--validation.enable", "true", "--validation.seq_len", "6"),
-        "multiple of 4 tokens: 4 or 8 would",
-        "",
+        "padding",
+        (CP, "2", "--metrics.dynamics_freq", "1"),
+        "padded from 34 to 36 tokens, whose logits would count; 36 fits",
+        "dynamics",
+        run=(LENGTH, "34"),
     ),
     Refused(
         "ulysses",

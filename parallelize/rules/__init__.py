@@ -5,9 +5,9 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 
 from components.config import ConfigError, JobConfig, mistake
-from parallelize.mesh import Degrees
+from parallelize.mesh import Degrees, padded_length
 from parallelize.rules import pipeline
-from parallelize.rules.sizes import global_batch_size, near_multiples, sequence_unit, sizes_of
+from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES, schedule_of
 
@@ -27,13 +27,16 @@ def _splits(what: str, attribute: str) -> Misfit:
     return misfit
 
 
-def _divides_sequence(length: Callable[[JobConfig], int | None]) -> Misfit:
-    def misfit(config: JobConfig, degrees: Degrees) -> str:
-        size, unit = length(config) or 0, sequence_unit(config, degrees)
-        fits = f"with {degrees} a sequence must be a multiple of {unit} tokens: {near_multiples(size, unit)} would be"
-        return fits if size % unit else ""
-
-    return misfit
+def _padding_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.metrics.dynamics_freq:
+        return ""
+    length = config.training.seq_len
+    padded = padded_length(length, degrees, config.parallelism)
+    if padded == length:
+        return ""
+    return (
+        f"with {degrees} sequences are padded from {length} to {padded} tokens, whose logits would count; {padded} fits"
+    )
 
 
 def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
@@ -183,11 +186,7 @@ RULES: list[tuple[str, Misfit]] = [
     ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
     ("parallelism.tensor_parallel_degree", _splits("rows in its vocabulary", "vocab_size")),
-    ("training.seq_len", _divides_sequence(lambda config: config.training.seq_len)),
-    (
-        "validation.seq_len",
-        _divides_sequence(lambda config: config.validation.seq_len if config.validation.enable else None),
-    ),
+    ("metrics.dynamics_freq", _padding_misfit),
     ("parallelism.context_parallel_method", _ulysses_misfit),
     ("training.document_mask", _document_mask_misfit),
     ("training.global_batch_size", _global_batch_misfit),

@@ -1,6 +1,5 @@
 """Sizes that rules check."""
 
-import math
 from typing import Any
 
 from components.config import JobConfig
@@ -19,14 +18,6 @@ def sizes_of(config: JobConfig) -> Any:
     from models import MODELS
 
     return MODELS[config.model.name][1][config.model.flavor]
-
-
-def sequence_unit(config: JobConfig, degrees: Degrees) -> int:
-    """The length of a sequence has to be a multiple of this number."""
-    parallelism, unit = config.parallelism, degrees.cp
-    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
-        unit *= 2
-    return math.lcm(unit, degrees.cp * degrees.tp) if parallelism.sequence_parallel else unit
 
 
 def near_multiples(size: int, unit: int) -> str:
