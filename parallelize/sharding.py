@@ -51,6 +51,29 @@ def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> t
     return tuple(found)
 
 
+def knows_slices(rows: int, tp: int, shards: int) -> bool:
+    """Whether torch knows which rows a rank holds where tp ranks split a table unevenly, and FSDP each part again.
+
+    Where parts are not alike it takes some slices for others, which then overlap (seen with torch 2.13).
+    """
+    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    placements = (_StridedShard(0, split_factor=tp), Shard(0))
+    part = -(-rows // tp)
+    for at_tp in range(tp):
+        first, last = min(rows, at_tp * part), min(rows, (at_tp + 1) * part)
+        shard = -(-(last - first) // shards)
+        for at_shard in range(shards):
+            start, stop = (min(last, first + place * shard) for place in (at_shard, at_shard + 1))
+            (size,), (found,) = _compute_local_shape_and_global_offset(
+                (rows,), (shards, tp), [at_shard, at_tp], placements
+            )
+            if size != stop - start or (size and found != start):
+                return False
+    return True
+
+
 def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
     """The groups over whose ranks a tensor is split, and this rank's part."""
     if not isinstance(tensor, DTensor):

@@ -7,6 +7,7 @@ gradient is no larger than a rank's rows, and a head with its loss.
 """
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -71,7 +72,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
         _split_rows(module, device_mesh)
 
         def forward(tokens: Tensor) -> Tensor:
-            rows = _rows(module)
+            rows = _rows(module, device_mesh)
             local = tokens - device_mesh.get_local_rank() * rows.shape[0]
             mine = (local >= 0) & (local < rows.shape[0])
             found = F.embedding(local.where(mine, 0), rows) * mine[..., None]
@@ -98,7 +99,8 @@ class VocabularyParallelHead(ParallelStyle):
         _split_rows(module, device_mesh)
         assert isinstance(module, Head)
         loss = vocabulary_parallel_cross_entropy if self.loss_parallel else gathered_cross_entropy
-        module.cross_entropy = functools.partial(loss, mesh=device_mesh)
+        vocabulary = module.weight.shape[0]
+        module.cross_entropy = functools.partial(loss, mesh=device_mesh, vocabulary=vocabulary)
 
         def forward(x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
             if not isinstance(x_BSD, DTensor):
@@ -106,8 +108,8 @@ class VocabularyParallelHead(ParallelStyle):
             # Its gradient is a partial sum on each rank: over that rank's rows of the vocabulary.
             whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             if labels_BS is not None:
-                return linear_cross_entropy(whole, _rows(module), labels_BS, module.cross_entropy)
-            return _gathered(F.linear(whole, _rows(module)), device_mesh)
+                return linear_cross_entropy(whole, _rows(module, device_mesh), labels_BS, module.cross_entropy)
+            return _gathered(F.linear(whole, _rows(module, device_mesh)), device_mesh)[..., :vocabulary]
 
         module.forward = forward  # type: ignore[method-assign]
         return module
@@ -118,20 +120,27 @@ def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     module.register_parameter("weight", nn.Parameter(weight))
 
 
-def _rows(module: nn.Module) -> Tensor:
-    """This rank's rows of the table."""
+def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:
+    """This rank's rows of the table; as many on each rank: where rows are missing, zeros that no softmax sees."""
     weight = module.weight
     assert isinstance(weight, DTensor)
-    return weight.to_local()
+    rows = weight.to_local()
+    missing = -(-weight.shape[0] // mesh.size()) - len(rows)
+    return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def vocabulary_parallel_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """A CrossEntropy of logits (T, V / tp) split by vocabulary, where every rank has all labels.
+def vocabulary_parallel_cross_entropy(
+    logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int
+) -> tuple[Tensor, Tensor]:
+    """A CrossEntropy of logits (T, V / tp rounded up) split by vocabulary V, where every rank has all labels.
 
     Ranks only exchange a maximum and two sums for each of T tokens (arXiv:1909.08053, section 3).
     """
     group, columns = mesh.get_group(), logits.shape[1]
     logits = logits.float()
+    real = max(0, vocabulary - mesh.get_local_rank() * columns)
+    if real < columns:
+        logits = logits.masked_fill(torch.arange(columns, device=logits.device) >= real, -math.inf)
     maximum = logits.amax(dim=1)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
     local = labels - mesh.get_local_rank() * columns
@@ -149,9 +158,10 @@ def vocabulary_parallel_cross_entropy(logits: Tensor, labels: Tensor, mesh: Devi
     return loss, gradient.mul_(valid[:, None])
 
 
-def gathered_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
-    """A CrossEntropy of logits (T, V / tp) split by vocabulary: every rank gathers them and computes the same loss."""
-    loss, gradient = cross_entropy(_gathered(logits, mesh), labels)
+def gathered_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The same, but every rank gathers the logits and computes the same loss."""
+    loss, gradient = cross_entropy(_gathered(logits, mesh)[:, :vocabulary], labels)
+    gradient = F.pad(gradient, (0, mesh.size() * logits.shape[1] - vocabulary))
     return loss, gradient.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
 
 

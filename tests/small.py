@@ -22,6 +22,7 @@ for name, (_, flavors) in MODELS.items():
         suffix = "_tied" if tied else ""
         flavors[f"tiny{suffix}"] = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY, tie_embeddings=tied)
         flavors[f"many_heads{suffix}"] = replace(flavors[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
+        flavors[f"odd_vocabulary{suffix}"] = replace(flavors[f"many_heads{suffix}"], vocab_size=VOCABULARY + 3)
         for name, layers in (("long", 6), ("long5", 5), ("long3", 3)):
             flavors[name + suffix] = replace(flavors[f"many_heads{suffix}"], n_layers=layers, dim=32, ffn_dim=64)
 # Weights are nearly all that it needs memory for.

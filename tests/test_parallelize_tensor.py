@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
 from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
-from tests.harness import broken_bars, observe, rewrite
+from tests.harness import Observation, broken_bars, observe, rewrite
 from tests.small import VOCABULARY
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -82,7 +83,9 @@ def compare_losses(run: train.Run, split_loss: Any) -> list[float]:
     plain = F.cross_entropy(hidden @ weights.T, labels, reduction="sum")
     expected = [plain, *torch.autograd.grad(plain, (hidden, weights))]
     rows = weights.detach().chunk(mesh.size())[mesh.get_local_rank()].requires_grad_()
-    loss = linear_cross_entropy(hidden[None], rows, labels[None], functools.partial(split_loss, mesh=mesh))
+    loss = linear_cross_entropy(
+        hidden[None], rows, labels[None], functools.partial(split_loss, mesh=mesh, vocabulary=20)
+    )
     of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
     dist.all_reduce(of_hidden, group=mesh.get_group())
     parts = [torch.empty_like(of_rows) for _ in range(mesh.size())]
@@ -98,6 +101,51 @@ def test_loss_split_by_vocabulary_has_the_plain_gradients(loss: Any, ranks: int)
     layout = ("--parallelism.tensor_parallel_degree", str(ranks), "--model.flavor", "many_heads")
     compare = functools.partial(compare_losses, split_loss=loss)
     assert max(observe(*layout, ranks=ranks, steps=0, at_end=compare).extra) < 1e-6
+
+
+FSDP2 = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "18")
+TP4 = ("--parallelism.tensor_parallel_degree", "4")
+
+
+@functools.cache
+def one_with_an_odd_vocabulary(tied: str) -> Observation:
+    return observe("--model.flavor", f"odd_vocabulary{tied}", valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize("tied", ["", "_tied"])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(TP2, 2), ((*TP2, "--parallelism.loss_parallel", "false"), 2), (TP4, 4), ((*TP2, *FSDP2), 4)],
+    ids=["tp 2", "tp 2, loss not split", "tp 4", "fsdp 2 tp 2"],
+)
+def test_a_vocabulary_that_ranks_cannot_share_evenly(layout: tuple[str, ...], ranks: int, tied: str) -> None:
+    words = (*layout, "--model.flavor", f"odd_vocabulary{tied}")
+    observed = observe(*words, ranks=ranks, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_with_an_odd_vocabulary(tied))
+
+
+def test_a_table_with_uneven_parts_goes_on_at_another_layout(tmp_path: Path) -> None:
+    words = ("--model.flavor", "odd_vocabulary", "--checkpoint.enable", "true")
+    run = functools.partial(observe, *words, steps=1, folder=str(tmp_path), valid_labels=UNEVEN_LABELS)
+    for layout, ranks in (((*TP2, *FSDP2), 4), (TP4, 4), ((), 1)):
+        last = run(*layout, ranks=ranks)
+    for name, weight in one_with_an_odd_vocabulary("").weights.items():
+        assert ((last.weights[name] - weight).norm() / weight.norm()).item() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("vocabulary_parallel_cross_entropy", "if real < columns:", "if False:"),
+        ("_rows", "-(-weight.shape[0] // mesh.size())", "len(rows)"),
+    ],
+    ids=["padding in the softmax", "no padding"],
+)
+def test_a_fault_of_an_uneven_vocabulary_is_found(fault: tuple[str, str, str]) -> None:
+    plant = functools.partial(rewrite, "parallelize.tensor", *fault)
+    words = (*TP2, "--model.flavor", "odd_vocabulary")
+    observed = observe(*words, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert "gradient" in broken_bars(observed, one_with_an_odd_vocabulary(""))
 
 
 def norms_differ(run: train.Run) -> list[str]:

@@ -131,7 +131,14 @@ CASES = [
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
-    Refused("vocabulary", (TP, "2"), "1027 rows in its vocabulary", "gradient", model={"vocab_size": 1027}),
+    Refused(
+        "vocabulary",
+        (TP, "2", SHARD, "3", LOCAL, "12"),
+        "share 1027 rows of the vocabulary unevenly.*; 1, 2, 4, .* FSDP ranks would do",
+        "weights at step 0",
+        ranks=6,
+        model={"vocab_size": 1027},
+    ),
     Refused(
         "padding",
         (CP, "2", "--metrics.dynamics_freq", "1"),

@@ -149,6 +149,21 @@ def _budget_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
+    rows, shards = sizes_of(config).vocab_size, degrees.dp_shard * degrees.cp
+    if rows % degrees.tp == 0 or shards == 1:
+        return ""
+    from parallelize.sharding import knows_slices
+
+    if knows_slices(rows, degrees.tp, shards):
+        return ""
+    can = ", ".join(str(count) for count in (1, 2, 4, 8, 16, 32, 64) if knows_slices(rows, degrees.tp, count))
+    return (
+        f"{degrees.tp} ranks share {rows} rows of the vocabulary unevenly, and torch would not know which of them each "
+        f"of {shards} FSDP ranks (data_parallel_shard_degree x context_parallel_degree) has; {can} FSDP ranks would do"
+    )
+
+
 def _blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
     if degrees.tp == 1 or config.optimizer.state_dtype != "int8":
         return ""
@@ -185,7 +200,7 @@ RULES: list[tuple[str, Misfit]] = [
     ("optimizer.state_dtype", _blocks_misfit),
     ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
-    ("parallelism.tensor_parallel_degree", _splits("rows in its vocabulary", "vocab_size")),
+    ("parallelism.tensor_parallel_degree", _vocabulary_misfit),
     ("metrics.dynamics_freq", _padding_misfit),
     ("parallelism.context_parallel_method", _ulysses_misfit),
     ("training.document_mask", _document_mask_misfit),

@@ -31,7 +31,11 @@ PRIVATE: dict[str, dict[str, str]] = {
     "Muon": {"torch.distributed.tensor._utils": "_compute_local_shape_and_global_offset"},
     "training dynamics": {"torch": "_foreach_sub_"},
     "memory snapshots": {"torch.cuda.memory": "_dump_snapshot _record_memory_history"},
-    "tensor parallel": {"torch.distributed.tensor.parallel": "ParallelStyle._apply"},
+    "tensor parallel": {
+        "torch.distributed.tensor._utils": "_compute_local_shape_and_global_offset",
+        "torch.distributed.tensor.parallel": "ParallelStyle._apply",
+        "torch.distributed.tensor.placement_types": "_StridedShard",
+    },
     "ring": {
         "torch.ops": "aten._scaled_dot_product_flash_attention_for_cpu "
         "aten._scaled_dot_product_flash_attention_for_cpu_backward",
