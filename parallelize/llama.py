@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import (
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Mesh
 from parallelize.order import parallelize
-from parallelize.tensor import Replicated, VocabularyParallelEmbedding, VocabularyParallelHead
+from parallelize.tensor import KeyValueHeads, Replicated, VocabularyParallelEmbedding, VocabularyParallelHead
 
 
 def parallelize_llama(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
@@ -31,7 +31,8 @@ def llama_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
         "layers.*.attention": PrepareModuleInput(
             input_layouts=(hidden, None, None, None), desired_input_layouts=(Replicate(), None, None, None)
         ),
-        "layers.*.attention.w[qkv]": ColwiseParallel(),
+        "layers.*.attention.wq": ColwiseParallel(),
+        "layers.*.attention.w[kv]": KeyValueHeads(),
         "layers.*.attention.wo": RowwiseParallel(output_layouts=hidden),
         "layers.*.ffn_norm": norm,
         "layers.*.feed_forward": PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),)),

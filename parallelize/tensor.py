@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
@@ -34,6 +34,9 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     used = {pattern: style for pattern, style in plan.items() if any(covers(pattern, name) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
+    for style in used.values():
+        if isinstance(style, KeyValueHeads):
+            style.heads = model.config.n_kv_heads  # type: ignore[union-attr, assignment]
     parallelize_module(model, tp, used)
     if whole := [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
@@ -57,6 +60,35 @@ class Replicated(ParallelStyle):
         return distribute_module(
             module, device_mesh, input_fn=whole, output_fn=lambda _, output, mesh: output.to_local()
         )
+
+
+class KeyValueHeads(ColwiseParallel):
+    """A projection to key or value heads, split by heads. Where ranks outnumber heads, each holds all, and uses one.
+
+    Takes (B, S, D), the same on all ranks; gives (B, S, heads of this rank x K). Ranks that use the same head have
+    queries of their own: the gradients of all ranks are partial sums.
+    """
+
+    heads = 0
+    """Of the model."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        ranks = device_mesh.size()
+        if self.heads % ranks == 0:
+            return super()._apply(module, device_mesh)
+        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        width = weight.shape[0] // self.heads
+        first = device_mesh.get_local_rank() * self.heads // ranks * width
+
+        def forward(x_BSD: DTensor) -> Tensor:
+            whole = module.weight
+            assert isinstance(whole, DTensor)
+            rows = whole.to_local(grad_placements=[Partial()])[first : first + width]
+            return F.linear(x_BSD.to_local(grad_placements=[Partial()]), rows)
+
+        module.forward = forward
+        return module
 
 
 class VocabularyParallelEmbedding(ParallelStyle):

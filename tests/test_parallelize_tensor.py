@@ -148,6 +148,42 @@ def test_a_fault_of_an_uneven_vocabulary_is_found(fault: tuple[str, str, str]) -
     assert "gradient" in broken_bars(observed, one_with_an_odd_vocabulary(""))
 
 
+@functools.cache
+def one_with_two_key_heads(name: str, optimizer: str) -> Observation:
+    return observe("--model.name", name, "--optimizer.name", optimizer, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "name", "optimizer"),
+    [
+        (TP4, 4, "llama", "Muon"),
+        ((*TP4, *WITHOUT_SEQUENCE), 4, "qwen3", "AdamW"),
+        ((*TP4, *FSDP2), 8, "qwen3", "AdamW"),
+        ((*TP4, "--parallelism.context_parallel_degree", "2"), 8, "llama", "AdamW"),
+    ],
+    ids=["tp 4, Muon", "without sequence parallel", "fsdp 2 tp 4", "tp 4 cp 2"],
+)
+def test_ranks_may_outnumber_key_heads(layout: tuple[str, ...], ranks: int, name: str, optimizer: str) -> None:
+    words = (*layout, "--model.name", name, "--optimizer.name", optimizer)
+    observed = observe(*words, ranks=ranks, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_with_two_key_heads(name, optimizer))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        ("to_local(grad_placements=[Partial()])[first", "to_local()[first"),
+        ("x_BSD.to_local(grad_placements=[Partial()])", "x_BSD.to_local()"),
+        ("device_mesh.get_local_rank() * self.heads // ranks", "device_mesh.get_local_rank() % self.heads"),
+    ],
+    ids=["weights' gradients not summed", "inputs' gradients not summed", "another head"],
+)
+def test_a_fault_of_shared_key_heads_is_found(fault: tuple[str, str]) -> None:
+    plant = functools.partial(rewrite, "parallelize.tensor", "KeyValueHeads._apply", *fault)
+    observed = observe(*TP4, ranks=4, valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert broken_bars(observed, one_with_two_key_heads("llama", "AdamW"))
+
+
 def norms_differ(run: train.Run) -> list[str]:
     """Replicated parameters that are not the same bits on each tp rank."""
     differ, replicated = [], 0

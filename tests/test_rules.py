@@ -40,6 +40,7 @@ COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
+FLOAT8 = ("--model.converters", '["quantize.linear.float8"]', "--quantize.linear.float8.emulate", "true")
 BFLOAT16 = ("--training.dtype", "bfloat16")
 SIX = {"n_layers": 6}
 
@@ -129,7 +130,22 @@ CASES = [
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
-    Refused("key/value heads", (TP, "4"), "2 key/value heads.*degrees that can: 1, 2", "error", ranks=4),
+    Refused(
+        "key/value heads",
+        (TP, "2"),
+        "3 key/value heads.*degrees that can: 1, 3, 6, 9",
+        "gradient",
+        model={"n_heads": 12, "n_kv_heads": 3, "dim": 96},
+    ),
+    Refused("key/value heads", (TP, "4", *FLOAT8), "a part of the matrices of 2 key/value heads", "gradient", ranks=4),
+    Refused(
+        "attention heads",
+        (TP, "4"),
+        "6 attention heads.*degrees that can: 1, 2, 3, 6",
+        "error",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 2, "dim": 96},
+    ),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
     Refused(
         "vocabulary",

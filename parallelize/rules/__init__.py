@@ -45,10 +45,10 @@ def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
 
 
 def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
-    heads, kv_heads = sizes_of(config).n_heads // degrees.tp, sizes_of(config).n_kv_heads // degrees.tp
+    heads, kv_heads = sizes_of(config).n_heads // degrees.tp, max(1, sizes_of(config).n_kv_heads // degrees.tp)
 
     def shares(cp: int) -> bool:
-        return heads % cp == 0 and kv_heads > 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
+        return heads % cp == 0 and (kv_heads % cp == 0 or cp % kv_heads == 0)
 
     if degrees.cp == 1 or config.parallelism.context_parallel_method != "ulysses" or shares(degrees.cp):
         return ""
@@ -149,6 +149,19 @@ def _budget_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def _key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:
+    heads, model = sizes_of(config).n_kv_heads, config.model
+    if heads % degrees.tp and degrees.tp % heads:
+        can = [str(degree) for degree in range(1, 65) if heads % degree == 0 or degree % heads == 0]
+        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {', '.join(can)}"
+        return f"{model.name} {model.flavor} has {heads} key/value heads, {reason}"
+    if degrees.tp > heads and model.converters:
+        return (
+            f"{degrees.tp} ranks would each use a part of the matrices of {heads} key/value heads, which float8 cannot"
+        )
+    return ""
+
+
 def _vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
     rows, shards = sizes_of(config).vocab_size, degrees.dp_shard * degrees.cp
     if rows % degrees.tp == 0 or shards == 1:
@@ -198,7 +211,8 @@ RULES: list[tuple[str, Misfit]] = [
     ("parallelism.fsdp_reduce_gradients", _sums_misfit),
     ("training.local_batch_size", pipeline.turns_misfit),
     ("optimizer.state_dtype", _blocks_misfit),
-    ("parallelism.tensor_parallel_degree", _splits("key/value heads", "n_kv_heads")),
+    ("parallelism.tensor_parallel_degree", _splits("attention heads", "n_heads")),
+    ("parallelism.tensor_parallel_degree", _key_heads_misfit),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
     ("parallelism.tensor_parallel_degree", _vocabulary_misfit),
     ("metrics.dynamics_freq", _padding_misfit),
