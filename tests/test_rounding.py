@@ -17,7 +17,7 @@ from components.rounded_adam import RoundedAdam
 from components.rounding import Kept, RandomBits, new_moment
 from components.state import init
 from parallelize.sharding import local_part
-from tests.harness import Case, Observation, figures, observe, observe_all, whole_tensors
+from tests.harness import figures, observe, whole_tensors, whole_weights
 
 WEIGHTS, STATE = ("--training.dtype", "bfloat16"), "--optimizer.state_dtype"
 KINDS: dict[str, tuple[str, ...]] = {
@@ -172,14 +172,20 @@ def test_gradients_of_several_batches_are_rounded_once() -> None:
     assert found["gradient"] < 1e-4
 
 
+def fill_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that are a function of names and indices: the same at every layout."""
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            parameter.grad = torch.zeros_like(parameter)
+            init._fill_normal(parameter.grad, 1e-2, key_of("gradient", name), torch.device("cpu"))
+
+
 def give_equal_gradients() -> None:
-    """Each update is made from gradients that are a function of names and indices: the same at every layout."""
+    """Each update of the run is made from them."""
     original = train.update
 
     def with_equal_gradients(optimizer: torch.optim.Optimizer, lr: float, accepted: Tensor) -> None:
-        for group in optimizer.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                init._fill_normal(parameter.grad, 1e-2, key_of("gradient", name), torch.device("cpu"))
+        fill_gradients(optimizer)
         original(optimizer, lr, accepted)
 
     vars(train)["update"] = with_equal_gradients
@@ -200,20 +206,21 @@ def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
     return [name for name in left if not torch.equal(left[name], right[name])]
 
 
+def two_updates(run: train.Run) -> dict[str, Tensor]:
+    for _ in range(2):
+        fill_gradients(run.optimizer)
+        train.update(run.optimizer, 1e-3, torch.tensor(True))
+    return states(run) | whole_weights(run)
+
+
 @each_kind
 def test_every_layout_keeps_the_same_bits_after_updates_from_equal_gradients(kind: str) -> None:
-    def run(ranks: int, *layout: str) -> Case:
-        return Case((*KINDS[kind], *layout), ranks, 2, mutate=give_equal_gradients, at_end=states)
-
-    one, *others = observe_all([run(1), *(run(ranks, *layout) for ranks, layout in LAYOUTS.values())])
-    assert isinstance(one, Observation)
-    assert any(value.dtype in (torch.int8, torch.uint8, torch.bfloat16) for value in one.extra.values()) or (
-        kind == "bfloat16 weights"
-    )
-    for layout, other in zip(LAYOUTS, others, strict=True):
-        assert isinstance(other, Observation), other
-        assert not differing(other.extra, one.extra), layout
-        assert not differing(other.weights, one.weights), layout
+    one = observe(*KINDS[kind], steps=0, at_end=two_updates).extra
+    kept = {value.dtype for value in one.values()}
+    assert kept & {torch.int8, torch.uint8, torch.bfloat16}
+    for layout, (ranks, words) in LAYOUTS.items():
+        other = observe(*KINDS[kind], *words, ranks=ranks, steps=0, at_end=two_updates).extra
+        assert not differing(other, one), layout
 
 
 def move_by_one_unit() -> None:
