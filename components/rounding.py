@@ -4,6 +4,7 @@ What is cut off rounds a number up or down at random, in proportion: updates bel
 The random bits are of counter_hash, and no layout splits a block: every layout keeps the same numbers.
 """
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -63,6 +64,11 @@ def _blockwise(parameter: Tensor, block: int) -> Tensor:
     )
 
 
+def _as_rows(local: Tensor) -> Tensor:
+    """(rows, columns), also where a rank has no row, or no part of a vector."""
+    return local.view(math.prod(local.shape[:-1]), local.shape[-1])
+
+
 class Kept(NamedTuple):
     """This rank's part of a tensor that is kept in some precision, as rows."""
 
@@ -77,9 +83,8 @@ class Kept(NamedTuple):
     def of(state: Mapping[str, Tensor], name: str, turn: int) -> "Kept":
         """Of what new_moment has made."""
         _, values = local_part(state[name])
-        rows = values.detach().view(-1, values.shape[-1])
         scales = state.get(f"{name}_scale")
-        return Kept(rows, None if scales is None else local_part(scales)[1].view(len(rows), -1), turn)
+        return Kept(_as_rows(values.detach()), None if scales is None else _as_rows(local_part(scales)[1]), turn)
 
     def read(self, rows: slice) -> Tensor:
         """Some rows in float32, of the caller to overwrite."""

@@ -153,6 +153,18 @@ def test_bytes_are_those_that_are_kept(kind: str) -> None:
     assert matrix.nbytes == 8 * 4096 * (2 if "weights" in kind or kind in ("Adam", "Muon") else 4)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_a_rank_may_have_no_part_of_a_parameter(dtype: str) -> None:
+    """With more ranks than rows, or than numbers in a norm."""
+    parameters = [nn.Parameter(torch.empty(shape, dtype=torch.bfloat16)) for shape in ((0,), (0, 64), (2, 64))]
+    group = {"params": parameters, "names": ["norm", "none", "matrix"], "lr": 1e-2}
+    optimizer = RoundedAdam([group], (0.9, 0.95), 1e-8, 0, dtype)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert all(optimizer.state[parameter]["step"] == 1 for parameter in parameters)
+
+
 def bytes_said_and_kept(run: train.Run) -> tuple[int, int]:
     values = [value for state in run.optimizer.state.values() for value in state.values() if value.ndim]
     return state_bytes(run.stages, run.config.optimizer), sum(local_part(value)[1].nbytes for value in values)
