@@ -46,6 +46,14 @@ def test_bytes_of_collectives_are_those_of_the_formulas(layout: str, accumulatio
     assert observed == expected
 
 
+def test_replicas_are_summed_once_a_step_where_each_batch_is_reduced() -> None:
+    ranks, overrides = LAYOUTS["hsdp 2x2"]
+    each = (*overrides, *local_batch(ranks, 3), "--parallelism.fsdp_reduce_gradients", "each")
+    observed = observe(*each, ranks=ranks, steps=1, at_end=count_traffic).extra
+    assert observed["fsdp", "reduce-scatter"] == 3 * parameter_bytes()
+    assert observed["dp_replicate", "all-reduce"] == parameter_bytes() // 2
+
+
 # Of the model, and of the step, that the tests below count.
 SIZES, TOKENS, SEQUENCE = FLAVORS["many_heads"], GLOBAL_BATCH * 32, 32
 HIDDEN = 4 * TOKENS * SIZES.dim
