@@ -34,7 +34,7 @@ class RandomBits:
 
     def take(self, turn: int) -> Tensor:
         """int64 below 2^16; turn: 0, 1 or 2."""
-        return shifted(self._all, 16 * turn).bitwise_and_(0xFFFF) if turn else self._all & 0xFFFF
+        return (self._all >> 16 * turn).bitwise_and_(0xFFFF)
 
 
 def new_moment(parameter: Tensor, name: str, dtype: str, signed: bool = True) -> dict[str, Tensor]:
@@ -147,4 +147,7 @@ def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
 
 def keep_if(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
     """old becomes new in place, unless skip; the host does not wait to know."""
-    old.copy_(new if skip is None else torch.where(skip, old, new))
+    if skip is None:
+        old.copy_(new)
+    else:
+        torch.where(skip, old, new, out=old)

@@ -12,6 +12,7 @@ from components.muon import Muon, orthogonalise, share_out
 from components.optimizer import AdamW
 from parallelize.groups import gather
 from tests.harness import broken_bars, observe
+from tests.test_collectives import count_traffic, parameter_bytes
 
 MUON = ("--optimizer.name", "Muon")
 REPLICATE, SHARD, TP, CP, PP, LOCAL = (
@@ -82,6 +83,12 @@ def test_no_rank_does_what_another_does(layout: tuple[str, ...]) -> None:
     ((whole,),) = (observe(*MUON, steps=0, at_end=orthogonalised).extra,)
     assert sorted(one + other) == sorted(whole)
     assert abs(len(one) - len(other)) <= 2
+
+
+def test_of_ranks_with_the_same_slice_one_sends_it() -> None:
+    """Each rank receives its half of the matrices once, and the results of all."""
+    found = observe(*MUON, REPLICATE, "2", LOCAL, "18", ranks=2, steps=1, at_end=count_traffic).extra
+    assert 1.4 < found["holders", "all-to-all"] / parameter_bytes(("layers",)) < 1.6
 
 
 @pytest.mark.parametrize(
