@@ -13,7 +13,7 @@ from torch import Tensor
 from parallelize.sharding import own_slice
 
 _MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits a core's cache; fills a GPU
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits the cache of each thread's core; fills a GPU
 
 Indices = Callable[[], Tensor]
 """Makes int64 indices of elements in the full tensor, (rows, columns)."""
@@ -43,7 +43,8 @@ def chunks(parameter: Tensor, device: torch.device | None = None) -> Iterator[tu
         shape[dim] = size
         leading = leading * parameter.shape[dim] + index.view(shape)
     starts = (leading * full_columns + offset[-1]).flatten()
-    step = max(1, CHUNK[device.type] // columns)
+    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    step = max(1, threads * CHUNK[device.type] // columns)
     within = torch.arange(columns, device=device)
     for row in range(0, len(starts), step):
         rows = slice(row, min(row + step, len(starts)))

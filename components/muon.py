@@ -89,9 +89,11 @@ class Muon(torch.optim.Optimizer):
         name, parameter, _ = self.matrices[number]
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= new_moment(parameter, "momentum", self.state_dtype)
-        state["step"].add_(1 if skip is None else ~skip)
+            if self.state_dtype != "float32" or parameter.dtype != torch.float32:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        if "step" in state:  # what is not rounded has no need of it
+            state["step"].add_(1 if skip is None else ~skip)
         kept = Kept.of(state, "momentum", 1)
         assert parameter.grad is not None
         gradients = local_part(parameter.grad)[1].view(kept.values.shape)
@@ -101,13 +103,13 @@ class Muon(torch.optim.Optimizer):
             own = gradient * (1 - self.momentum)
             momentum = kept.read(rows).mul_(self.momentum).add_(own)
             ahead[rows].copy_(own.add_(momentum * self.momentum))
-            kept.write(rows, momentum, RandomBits(indices, key_of(self.seed, name), state["step"]), skip)
+            kept.write(rows, momentum, RandomBits(indices, key_of(self.seed, name), state.get("step")), skip)
         return ahead.view(local_part(parameter)[1].shape)
 
     def _move(self, number: int, direction: Tensor, skip: Tensor | None) -> None:
         """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""
         name, parameter, group = self.matrices[number]
-        weights, step = Kept.of({"weight": parameter}, "weight", 0), self.state[parameter]["step"]
+        weights, step = Kept.of({"weight": parameter}, "weight", 0), self.state[parameter].get("step")
         rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
         directions = direction.view(weights.values.shape)
         for rows, indices in chunks(parameter):

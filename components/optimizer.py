@@ -222,7 +222,9 @@ def update(optimizer: torch.optim.Optimizer, lr: float, accepted: Tensor) -> Non
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]
     if optimizer.param_groups[0].get("fused"):
-        optimizer.found_inf = (~accepted).float()  # type: ignore[attr-defined]
+        # Weights that are offloaded are updated on the host.
+        devices = (parameter.device for group in optimizer.param_groups for parameter in group["params"])
+        optimizer.found_inf = (~accepted).float().to(next(devices, accepted.device))  # type: ignore[attr-defined]
         optimizer.step()
     elif accepted.item():
         optimizer.step()

@@ -18,7 +18,7 @@ from parallelize.mesh import Mesh
 _COLUMNS = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DIMENSIONS = ("dp_replicate", "fsdp", "tp")
-"""Along which ranks may hold the same; stages of a pipeline do not."""
+"""Along which ranks may hold the same. The two ends of a pipeline, which may hold a tied table, are not compared."""
 
 Held = tuple[str, frozenset[str], Tensor]
 """Name of a tensor, the mesh dimensions along which ranks hold the same bits of it, and this rank's part."""

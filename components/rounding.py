@@ -23,12 +23,13 @@ _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed 64-bit 
 class RandomBits:
     """64 bits of each of some elements, of which each number that is kept of an element takes 16 of its own."""
 
-    def __init__(self, indices: Indices, key: int, step: Tensor) -> None:
-        """step: of the optimizer, without dimensions."""
+    def __init__(self, indices: Indices, key: int, step: Tensor | None) -> None:
+        """step: of the optimizer, without dimensions; None where nothing is rounded."""
         self._indices, self._key, self._step = indices, key, step
 
     @cached_property
     def _all(self) -> Tensor:
+        assert self._step is not None
         bits = mixed(self._indices(), self._key + self._step.to(torch.int64) * _GOLDEN)
         return bits.bitwise_xor_(shifted(bits, 31))
 
@@ -141,8 +142,9 @@ def _power_of(codes: Tensor, power: int) -> Tensor:
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """float32, which are overwritten, to bfloat16: away from zero as often as int64 bits below 2^16 say."""
+    wrong = values.isnan()  # a NaN of CUDA's has all bits set, and would overflow
     whole = values.view(torch.int32).add_(bits.to(torch.int32)).bitwise_and_(-1 << 16)
-    return whole.view(torch.float32).to(torch.bfloat16)
+    return whole.view(torch.float32).masked_fill_(wrong, math.nan).to(torch.bfloat16)
 
 
 def keep_if(old: Tensor, new: Tensor, skip: Tensor | None) -> None:

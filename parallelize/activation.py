@@ -40,16 +40,17 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
 
 
 def _inputs_on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A checkpointed forward whose inputs wait for backward in the host's pinned memory; none waits for the copies.
+    """A checkpointed forward whose hidden state waits for backward in the host's pinned memory.
 
-    The copies are in the order of the device's own work, so that memory on either side is free when they are done.
+    No host waits for the copies, which are in the order of the device's own work.
     """
-    with torch.autograd.graph.saved_tensors_hooks(_to_host, _from_host):
+    with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, args[0].shape), _from_host):
         return forward(*args, **kwargs)
 
 
-def _to_host(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    if tensor.device.type == "cpu":
+def _to_host(shape: torch.Size, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+    """shape: of the hidden state; all layers share the other inputs."""
+    if tensor.device.type == "cpu" or tensor.shape != shape:
         return tensor
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return tensor.device, kept.copy_(tensor, non_blocking=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with copies of its parameters in dtype, as FSDP's mixed precision does.
 
-    The parameters, their names and their gradients stay in float32: a gradient is converted before it is added.
+    The parameters, their names and their gradients stay as they are: a gradient is converted before it is added.
     """
     for module in model.modules():
         if names := tuple(name for name, _ in module.named_parameters(recurse=False)):

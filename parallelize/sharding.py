@@ -51,6 +51,7 @@ def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> t
     return tuple(found)
 
 
+@cache
 def knows_slices(rows: int, tp: int, shards: int) -> bool:
     """Whether torch knows which rows a rank holds where tp ranks split a table unevenly, and FSDP each part again.
 

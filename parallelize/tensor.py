@@ -178,7 +178,7 @@ def vocabulary_parallel_cross_entropy(
     local = labels - mesh.get_local_rank() * columns
     mine = (local >= 0) & (local < columns)
     index = local.where(mine, 0)[:, None]
-    target = logits.gather(1, index)[:, 0] * mine
+    target = logits.gather(1, index)[:, 0].where(mine, 0)  # a rank may have padding alone
     exponentials = (logits - maximum[:, None]).exp_()
     total = exponentials.sum(dim=1)
     sums = torch.stack((total, target))

@@ -85,6 +85,18 @@ def test_no_rank_does_what_another_does(layout: tuple[str, ...]) -> None:
     assert abs(len(one) - len(other)) <= 2
 
 
+def kept_of_a_matrix(run: train.Run) -> list[str]:
+    parameter = run.stages[0].get_parameter("layers.0.attention.wq.weight")
+    return [*run.optimizer.state[parameter]]
+
+
+def test_a_checkpoint_has_a_step_only_where_something_is_rounded() -> None:
+    """Those of float32 have the momentum alone."""
+    assert observe(*MUON, steps=1, at_end=kept_of_a_matrix).extra == ["momentum"]
+    rounded = observe(*MUON, "--optimizer.state_dtype", "bfloat16", steps=1, at_end=kept_of_a_matrix).extra
+    assert sorted(rounded) == ["momentum", "step"]
+
+
 def test_of_ranks_with_the_same_slice_one_sends_it() -> None:
     """Each rank receives its half of the matrices once, and the results of all."""
     found = observe(*MUON, REPLICATE, "2", LOCAL, "18", ranks=2, steps=1, at_end=count_traffic).extra

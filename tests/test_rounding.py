@@ -14,7 +14,7 @@ from components.counter_hash import chunks, key_of
 from components.muon import Muon
 from components.optimizer import Adam, AdamW, state_bytes, update
 from components.rounded_adam import RoundedAdam
-from components.rounding import Kept, RandomBits, new_moment
+from components.rounding import Kept, RandomBits, new_moment, to_bfloat16
 from components.state import init
 from parallelize.sharding import local_part
 from tests.harness import figures, observe, whole_tensors, whole_weights
@@ -151,6 +151,27 @@ def test_bytes_are_those_that_are_kept(kind: str) -> None:
     of_one = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[config.optimizer.state_dtype]
     assert found == of_one * (1 if config.optimizer.name == "Muon" else 2)
     assert matrix.nbytes == 8 * 4096 * (2 if "weights" in kind or kind in ("Adam", "Muon") else 4)
+
+
+class Recorder(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> Any:
+        """Nothing."""
+
+
+def test_an_update_is_decided_where_weights_are() -> None:
+    """They may be offloaded, and the decision on the GPU. A stage may have no parameter of the first role."""
+    parameter = nn.Parameter(torch.zeros(1, device="meta"))
+    groups = [{"params": list[Tensor](), "rate": 1.0}, {"params": [parameter], "rate": 1.0}]
+    optimizer: Any = Recorder(groups, {"fused": True})
+    update(optimizer, 1e-2, torch.tensor(True))
+    assert optimizer.found_inf.device.type == "meta"
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7F800000, -0x800000, 0x7FC00000, -1], dtype=torch.int32)
+    found = to_bfloat16(bits.view(torch.float32).clone(), torch.full((5,), 0xFFFF))
+    assert found.isnan().tolist() == [True, False, False, True, True]
+    assert found.isinf().tolist() == [False, True, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -190,7 +190,8 @@ def _blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if config.training.dtype == "float32" or config.parallelism.fsdp_reduce_gradients == "last":
+    once = global_batch_size(config, degrees) == config.training.local_batch_size * degrees.batch_ranks
+    if once or config.training.dtype == "float32" or config.parallelism.fsdp_reduce_gradients == "last":
         return ""
     return 'each reduction would round the gradients of weights in bfloat16; "last" adds them up in float32'
 
