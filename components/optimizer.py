@@ -139,12 +139,12 @@ def state_bytes(stages: Iterable[nn.Module], config: Optimizer) -> int:
 def _state_bytes(role: Role, parameter: Tensor, config: Optimizer) -> int:
     _, local = local_part(parameter)
     columns = parameter.shape[-1]
-    return _row_bytes(role, parameter.ndim, columns, parameter.dtype, config) * local.numel() // columns
+    return row_bytes(role, parameter.ndim, columns, parameter.dtype, config) * local.numel() // columns
 
 
 @functools.cache
-def _row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, config: Optimizer) -> int:
-    """Found by a step on one row, or on a vector."""
+def row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, config: Optimizer) -> int:
+    """Bytes that the optimizer keeps of a row, or of a vector: found by a step on one."""
     row = nn.Parameter(torch.zeros([1] * (dimensions - 1) + [columns], dtype=dtype))
     row.grad = torch.zeros_like(row)
     groups = [_group(each, [("row", row)] if each == role else [], config) for each in get_args(Role)]

@@ -103,7 +103,7 @@ class Pipeline:
             if module.config.tie_embeddings and number in (0, self._count - 1):  # type: ignore[union-attr]
                 # .weight may be a copy in bfloat16.
                 (self._tables[number],) = module.get_submodule("tok_embeddings").parameters()
-                self._tables[number].copied_from_another_stage = number > 0
+                self._tables[number].copied_from_another_stage = module.copies_embedding
 
     def forward_backward(self, batch: dict[str, Tensor], valid: int, last: bool) -> Tensor:
         """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0.

@@ -174,7 +174,11 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def whole_weights(run: train.Run) -> dict[str, Tensor]:
-    return whole_tensors(run, {name: each for stage in run.stages for name, each in stage.named_parameters()})
+    named = [(name, _whole(parameter)) for stage in run.stages for name, parameter in stage.named_parameters()]
+    weights = dict(named)
+    for name, weight in named:  # both ends of a pipeline may be on this rank
+        assert torch.equal(weight, weights[name]), f"{name} is not the same in two stages"
+    return _of_all_stages(run, weights)
 
 
 def whole_tensors(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -48,11 +48,16 @@ def _save(folder: Path, name: str, flavor: str, prefix: str) -> None:
     dcp.save({**theirs, **rest}, checkpoint_id=folder / "step-3")
 
 
+V_OF_TWO = (
+    *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "6"),
+    *("--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"),
+)
 CASES = {
     "llama, names alone": ("llama", "odd", "", 1, ()),
     "llama, fsdp 3 cuts heads": ("llama", "odd", "model.", 3, ("--training.local_batch_size", "12")),
     "llama, tp 2": ("llama", "tiny", "", 2, ("--parallelism.tensor_parallel_degree", "2")),
     "qwen3, tied": ("qwen3", "tiny_tied", "", 1, ()),
+    "llama, tied, both ends on a rank": ("llama", "long_tied", "", 2, V_OF_TWO),
 }
 
 

@@ -32,7 +32,7 @@ from components.launch.signals import Agreement
 from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
 from components.state.copies import HostCopies
 from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
-from components.state.tensors import load_tensors
+from components.state.tensors import fill_copies, load_tensors
 from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
 from parallelize.groups import patient_group, print_on_rank_0
@@ -134,9 +134,7 @@ class Checkpointer:
         named = [*self._named_tensors(with_optimizer)]
         tensors = dict(named)
         load_tensors(tensors, saved.folder, self._group, convert=model_only)
-        for name, tensor in named:
-            if tensor is not tensors[name]:  # the other end of a pipeline that both are on this rank
-                tensor.copy_(tensors[name])
+        fill_copies(named, tensors)
         for name, state, key in self._kept() if with_optimizer else ():
             if not isinstance(state[key], Tensor):
                 state[key] = type(state[key])(tensors[name].item())

@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -87,6 +87,13 @@ def load_tensors(
         reasons = dict.fromkeys(f"{folder} {what}: {cause(error)}" for error in errors)
         raise ConfigError([*reasons]) from failure
     check_finite(tensors, folder)
+
+
+def fill_copies(named: Iterable[tuple[str, Tensor]], filled: Mapping[str, Tensor]) -> None:
+    """A rank with both ends of a pipeline has a tied table twice: give each tensor what the one of its name holds."""
+    for name, tensor in named:
+        if tensor is not filled[name]:
+            tensor.copy_(filled[name])
 
 
 def check_fit(tensors: dict[str, Tensor], reader: Reader, convert: bool) -> None:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.state.folder import Fault, Saved, manifest
-from components.state.tensors import Reader, check_finite, check_fit, open_reader
+from components.state.tensors import Reader, check_finite, check_fit, fill_copies, open_reader
 from components.state.together import read_together
 from parallelize.groups import gather, print_on_rank_0
 from parallelize.sharding import own_slice
@@ -60,9 +60,7 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
             _read_paired(name, renamed[name], stage.config.head_dim, reader)
 
     read_together(read)
-    for name, tensor in named:
-        if tensor is not weights[name]:  # the other end of a pipeline that both are on this rank
-            tensor.copy_(weights[name])
+    fill_copies(named, weights)
     check_finite(renamed, folder)
     print_on_rank_0(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from components.config import ROOT, load_config
-from components.optimizer import _row_bytes
+from components.optimizer import row_bytes
 from tests.benchmarks.peers.__main__ import LARGER, TIMED
 from tests.benchmarks.peers.sides import NO_LAYOUT, measure
 
@@ -98,7 +98,7 @@ def bytes_of_kinds() -> None:
     for place, (kind, words) in enumerate(KINDS.items()):
         config = load_config([*words])
         dtype = getattr(torch, config.training.dtype)
-        state = _row_bytes("matrix", 2, 4096, dtype, config.optimizer) / 4096
+        state = row_bytes("matrix", 2, 4096, dtype, config.optimizer) / 4096
         left = 0.0
         parts = {"weight": dtype.itemsize, "gradient": dtype.itemsize, "optimizer": state}
         for (part, size), colour in zip(parts.items(), ("#2f6fb5", "#e08a1e", "#3f9a5b"), strict=True):
