@@ -20,15 +20,16 @@ def blocks(visible: Visible) -> Any:
     """torch's BlockMask: which blocks of keys a block of queries sees in part, and which as a whole."""
     from torch.nn.attention.flex_attention import BlockMask  # 1 s to import
 
-    before, documents_BT, window = visible.keys - visible.queries, visible.documents_BT, visible.window
+    before, documents_BT, window = visible.before, visible.documents_BT, visible.window
+    own_BS = visible.query_documents_BS
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         place = query + before
         seen = place >= key
         if window is not None:
             seen = seen & (place - key < window)
-        if documents_BT is not None:
-            seen = seen & (documents_BT[row, place] == documents_BT[row, key])
+        if documents_BT is not None and own_BS is not None:
+            seen = seen & (own_BS[row, query] == documents_BT[row, key])
         return seen
 
     rows, columns = (_starts(count, visible.device) for count in (visible.queries, visible.keys))
@@ -38,8 +39,8 @@ def blocks(visible: Visible) -> Any:
     if window is not None:
         some, all_ = some & (row[0] - column[1] < window), all_ & (row[1] - column[0] < window)
     some, all_ = some[None], all_[None]
-    if documents_BT is not None:
-        low, high = _documents(documents_BT, rows + before, -1)
+    if documents_BT is not None and own_BS is not None:
+        low, high = _documents(own_BS, rows, -1)
         other_low, other_high = _documents(documents_BT, columns, -2)
         some = some & (low <= other_high) & (other_low <= high)
         all_ = all_ & (low == high) & (other_low == other_high) & (low == other_low)
@@ -56,11 +57,23 @@ def blocks_unless_causal(visible: Visible) -> Any:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """A kernel of models/attention.py."""
+    return _run(q, k, v, visible.made)
+
+
+def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
+    """The result, and (B, H, S) the log-sum-exp of each query's logits: -inf for a query that sees no key."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    out, more = _run(q, k, v, mask, return_aux=AuxRequest(lse=True))
+    return out, more.lse
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
     alone = q.device.type != "cpu" and not torch.compiler.is_compiling()
     run: Any = _compiled() if alone else flex_attention
-    return run(q, k, v, block_mask=visible.made, enable_gqa=q.shape[1] != k.shape[1])
+    return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options)
 
 
 @cache

@@ -12,7 +12,7 @@ from parallelize.schedules import schedule_of
 def _leave_out_ring(model: nn.Module) -> None:
     """Compile what is before and after the ring, as two graphs a layer.
 
-    The compiler leaves out messages whose content its own rank does not need: the other rank would wait for ever.
+    Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again.
     """
     for module in model.modules():
         if isinstance(module, AttentionCore):

@@ -1,44 +1,36 @@
 """Context parallel: each sequence is split over cp ranks, which exchange queries, keys and values in attention.
 
-Three methods. Each replaces the model's attention cores and, but for the ring, its visibility (models/attention.py):
-  ring          torch's ring attention, in its module form (arXiv:2310.01889)
+Three methods. Each replaces the model's attention cores and its visibility (models/attention.py):
+  ring          own queries; keys and values of one rank after another (arXiv:2310.01889): ring.py
   allgather_kv  an all-gather of keys and values; queries stay (arXiv:2407.21783, section 3.3.2)
   ulysses       an all-to-all of heads for the whole sequence, and back (arXiv:2309.14509)
 """
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible, raise_to_largest_logit
 from parallelize.mesh import Mesh, padded_length
-
-aten = torch.ops.aten
+from parallelize.ring import Exchange, Ring, steps_of
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> None:
     """Let every attention core see the whole sequence, of which shard_sequence gives each rank a part."""
-    cp, balanced = mesh["cp"], parallelism.context_parallel_load_balancer == "headtail"
+    cp = mesh["cp"]
     if cp.size() == 1:
         return
-    method = parallelism.context_parallel_method
-    if method == "ring":
-        _configure_ring(balanced, parallelism.context_parallel_rotate_method)
     for name, module in list(model.named_modules()):
         replacement: AttentionCore | Visibility
         if isinstance(module, AttentionCore):
-            replacement = _CORES[method](cp, balanced)
-        elif isinstance(module, Visibility) and method != "ring":
-            replacement = _WholeSequence(cp, balanced, own_queries=method == "allgather_kv")
+            replacement = _CORES[parallelism.context_parallel_method](cp, parallelism)
+        elif isinstance(module, Visibility):
+            replacement = _WholeSequence(cp, parallelism)
         else:
             continue
         replacement.kernel = module.kernel
@@ -103,115 +95,55 @@ def rank_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
 class _Core(AttentionCore):
     """The core of a method: replaces the model's attention core on each rank of cp."""
 
-    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
+    def __init__(self, cp: DeviceMesh, parallelism: Parallelism) -> None:
         super().__init__()
-        self.cp, self.balanced = cp, balanced
-
-
-# Ring
+        self.cp, self.balanced = cp, parallelism.context_parallel_load_balancer == "headtail"
 
 
 class _RingCore(_Core):
-    """Causal attention by a kernel that torch's ring is made of; takes q, k, v as DTensors split by sequence."""
+    """This rank's queries, and the keys and values of one rank after another: ring.py."""
 
-    def __init__(self, cp: DeviceMesh, balanced: bool) -> None:
-        from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-        super().__init__(cp, balanced)
-        style = ring._ContextParallel(seq_dim=2, attention_type=ring._ContextParallel.AttentionType.SDPA)
-        parallelize_module(self, cp, style)
+    def __init__(self, cp: DeviceMesh, parallelism: Parallelism) -> None:
+        super().__init__(cp, parallelism)
+        self.exchange = Exchange(cp.get_group(), parallelism.context_parallel_rotate_method == "allgather")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-        assert visible.is_causal, "the ring takes no mask"
         if self.largest_logit is not None:
-            self._observe(q, k, self.largest_logit)
-        if q.device.type == "cpu":
-            return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-        if q.dtype == torch.float32 and q.shape[1] != k.shape[1]:
-            # Only flash attention has grouped heads, and it has no float32.
-            k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-        # Not cuDNN's, which an H100 prefers: its backward would get the sizes of another step round the ring.
-        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+            self._observe(q.detach(), k.detach(), visible, self.largest_logit)
+        return Ring.apply(q, k, v, visible.made, self.exchange)
 
-    @torch.no_grad()
-    def _observe(self, q: Tensor, k: Tensor, largest: Tensor) -> None:
+    def _observe(self, q: Tensor, k: Tensor, visible: Visible, largest: Tensor) -> None:
         """Raise `largest` to the largest logit of this rank's queries and all keys; gathers the keys."""
-        assert isinstance(q, DTensor)
-        assert isinstance(k, DTensor)
-        cp, length = self.cp, q.shape[2]
-        keys = sequence_order(k.full_tensor(), 2, cp.size(), self.balanced)
-        pieces = pieces_of(cp.get_local_rank(), length, cp.size(), self.balanced)
-        for queries, (_, stop) in zip(q.to_local().chunk(len(pieces), dim=2), pieces, strict=True):
-            raise_to_largest_logit(largest, queries, keys[:, :, :stop], None, None)
-
-
-def _configure_ring(balanced: bool, rotate_method: str) -> None:
-    """Set torch's ring up for the whole process, and add the CPU's kernels, which its table lacks."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    ring._dispatch_mode = ring._DispatchMode.MODULE_WRAPPER
-    ring._cp_options.enable_load_balance = balanced
-    ring.set_rotate_method(rotate_method)
-    kernels: dict[Any, Any] = ring.custom_ops
-    kernels[aten._scaled_dot_product_flash_attention_for_cpu.default] = _ring_on_cpu
-    kernels[aten._scaled_dot_product_flash_attention_for_cpu_backward.default] = _ring_on_cpu
-    ring._enable_cp_dtensor_dispatcher()
-
-
-def _ring_on_cpu(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    """torch's ring of the CPU's kernels: forward of (q, k, v), or backward of (gradient, q, k, v, out, logsumexp)."""
-    from torch.distributed.tensor.experimental._context_parallel import _attention as ring
-
-    *tensors, _, is_causal = args
-    mesh, local = tensors[0].device_mesh, [tensor.to_local() for tensor in tensors]
-    if len(local) == 3:
-        run: Any = partial(ring._templated_ring_attention, op=_forward_on_cpu)
-        names = ["query", "key", "value"]
-    else:
-        run = partial(ring._templated_ring_attention_backward, op=_backward_on_cpu, grad_out_name="grad_out")
-        names = ["grad_out", "query", "key", "value", "out", "logsumexp"]
-    results = run(group=mesh.get_group(), seq_dim=2, is_causal=is_causal, **dict(zip(names, local, strict=True)))
-    return tuple(DTensor.from_local(result, mesh, [Shard(2)], run_check=False) for result in results)
-
-
-def _forward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
-    repeated = (_repeated_for_each_head(tensor, query) for tensor in (key, value))
-    return aten._scaled_dot_product_flash_attention_for_cpu(query, *repeated, 0.0, more["is_causal"])
-
-
-def _backward_on_cpu(query: Tensor, key: Tensor, value: Tensor, **more: Any) -> tuple[Tensor, ...]:
-    repeated = (_repeated_for_each_head(tensor, query) for tensor in (key, value))
-    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        more["grad_out"], query, *repeated, more["out"], more["logsumexp"], 0.0, more["is_causal"]
-    )
-    return gradients[0], *(tensor.unflatten(1, (key.shape[1], -1)).sum(dim=2) for tensor in gradients[1:])
-
-
-def _repeated_for_each_head(tensor: Tensor, query: Tensor) -> Tensor:
-    """Keys or values for each query head: the CPU's kernel has no groups; the ring sends key heads alone."""
-    return tensor.repeat_interleave(query.shape[1] // tensor.shape[1], dim=1)
-
-
-# Methods that take a mask
+        cp = self.cp
+        whole = DTensor.from_local(k, cp, [Shard(2)], run_check=False).full_tensor()
+        keys = sequence_order(whole, 2, cp.size(), self.balanced)
+        pieces = pieces_of(cp.get_local_rank(), keys.shape[2], cp.size(), self.balanced)
+        for queries, piece in zip(q.chunk(len(pieces), dim=2), pieces, strict=True):
+            part = visible.part(*piece)
+            raise_to_largest_logit(largest, queries, keys[:, :, : part.keys], part.documents_BT, part.window)
 
 
 class _WholeSequence(Visibility):
-    """What all queries of the whole sequence see; with own_queries, what each piece of this rank's queries sees."""
+    """What the queries of the whole sequence see, prepared as the method computes it."""
 
-    def __init__(self, cp: DeviceMesh, balanced: bool, own_queries: bool) -> None:
+    def __init__(self, cp: DeviceMesh, parallelism: Parallelism) -> None:
         super().__init__()
-        self.cp, self.balanced, self.own_queries = cp, balanced, own_queries
+        self.cp, self.method = cp, parallelism.context_parallel_method
+        self.balanced = parallelism.context_parallel_load_balancer == "headtail"
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
-        ranks, length = self.cp.size(), positions_BS.shape[1] * self.cp.size()
+        rank, ranks = self.cp.get_local_rank(), self.cp.size()
+        length, documents = positions_BS.shape[1] * ranks, None
         if document_ids_BS is not None:
             gathered = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
-            document_ids_BS = sequence_order(gathered, 1, ranks, self.balanced)
+            documents, document_ids_BS = gathered.chunk(ranks, 1), sequence_order(gathered, 1, ranks, self.balanced)
         whole = Visible(length, length, positions_BS.device, document_ids_BS, window)
-        if not self.own_queries:
+        if self.method == "ulysses":
             return self.kernel.prepare(whole)
-        pieces = pieces_of(self.cp.get_local_rank(), length, ranks, self.balanced)
+        if self.method == "ring":
+            assert window is None, "a step of the ring has no window"
+            return replace(whole, made=steps_of(rank, ranks, self.balanced, whole, documents))
+        pieces = pieces_of(rank, length, ranks, self.balanced)
         return replace(whole, made=[self.kernel.prepare(whole.part(*piece)) for piece in pieces])
 
 

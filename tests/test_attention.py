@@ -32,18 +32,25 @@ SEEN = {
     "documents, after others": Visible(5, 12, CPU, DOCUMENTS, 6),
     "a part": Visible(12, 14, CPU, torch.cat((DOCUMENTS[:, :1], DOCUMENTS, DOCUMENTS[:, -1:]), 1)).part(3, 10),
 }
+BEHIND = {
+    "behind all keys": Visible(6, 12, CPU, first=12),
+    "behind all keys, documents": Visible(4, 12, CPU, DOCUMENTS, None, 12, torch.tensor([[1, 1, 2, 3], [0, 1, 1, 2]])),
+}
 
 
 def sees(visible: Visible, row: int, query: int, key: int) -> bool:
     """In words: the query stands behind the keys that are there before all queries."""
-    place, documents = query + visible.keys - visible.queries, visible.documents_BT
-    together = documents is None or bool(documents[row, place] == documents[row, key])
+    place = query + (visible.keys - visible.queries if visible.first is None else visible.first)
+    own, documents = visible.own_documents_BS, visible.documents_BT
+    if documents is not None and own is None:
+        own = documents[:, visible.keys - visible.queries :]
+    together = documents is None or own is None or bool(own[row, query] == documents[row, key])
     return key <= place and together and (visible.window is None or place - key < visible.window)
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", SEEN | BEHIND)
 def test_a_mask_is_what_the_description_says(name: str) -> None:
-    visible = SEEN[name]
+    visible = (SEEN | BEHIND)[name]
     dense = visible.dense().expand(2, 1, -1, -1)
     assert dense.shape == (2, 1, visible.queries, visible.keys)
     for row, _, query, key in torch.cartesian_prod(*map(torch.arange, dense.shape)).tolist():
@@ -82,12 +89,13 @@ def test_a_kernel_computes_with_what_is_visible(name: str, kernel: str, monkeypa
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found))
 
 
-@pytest.mark.parametrize("name", SEEN)
+@pytest.mark.parametrize("name", SEEN | BEHIND)
 def test_flex_lists_the_blocks_of_the_mask_that_are_seen_in_part_and_as_a_whole(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flex, "BLOCK", 2)
-    mask, made = SEEN[name].dense()[:, 0], flex.blocks(SEEN[name])
+    visible = (SEEN | BEHIND)[name]
+    mask, made = visible.dense()[:, 0], flex.blocks(visible)
     rows, columns = (-(-length // 2) for length in mask.shape[1:])
     padded = F.pad(mask, (0, 2 * columns - mask.shape[2], 0, 2 * rows - mask.shape[1]))
     tiles = padded.view(-1, rows, 2, columns, 2).transpose(2, 3)

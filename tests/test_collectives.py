@@ -98,8 +98,8 @@ def test_bytes_of_context_parallel(method: str, cp: int) -> None:
     own = KEYS_AND_VALUES // cp
     queries_and_results = 4 * 2 * TOKENS * SIZES.n_heads * SIZES.head_dim // cp
     expected = {
-        # Forward, and again backward; gradients go all the way round.
-        "ring allgather": {"gather": 2 * LAYERS * KEYS_AND_VALUES, "all-to-all": cp * LAYERS * own},
+        # Forward, and again backward; from neighbour to neighbour, gradients go all the way round.
+        "ring allgather": {"gather": 2 * LAYERS * KEYS_AND_VALUES, "reduce-scatter": LAYERS * KEYS_AND_VALUES},
         "ring alltoall": {"all-to-all": (2 * (cp - 1) + cp) * LAYERS * own},
         "allgather_kv": {"gather": LAYERS * KEYS_AND_VALUES, "reduce-scatter": LAYERS * KEYS_AND_VALUES},
         "ulysses": {"all-to-all": 2 * LAYERS * (queries_and_results + own)},

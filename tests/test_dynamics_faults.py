@@ -82,8 +82,8 @@ FAULTS = {
     "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
     "keys in the order of ranks": Fault(
         "parallelize.context:_RingCore._observe",
-        "sequence_order(k.full_tensor(), 2, cp.size(), self.balanced)",
-        "k.full_tensor()",
+        "sequence_order(whole, 2, cp.size(), self.balanced)",
+        "whole",
         "llama",
         (CP, "2"),
         "attention_logit_max",

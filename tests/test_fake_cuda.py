@@ -25,6 +25,7 @@ REPLICATE, SHARD, TP, CP, PP, METHOD = (
     )
 )
 ONE = (*BFLOAT16, *DOCUMENTS, *ACCUMULATION, *SPIKES)
+ROTATE = "--parallelism.context_parallel_rotate_method"
 ULYSSES = (CP, "2", METHOD, "ulysses")
 OFFLOADED = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true")
 ROUNDED = ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "int8")
@@ -33,6 +34,8 @@ LAYOUTS = {
     "hsdp tp": Case((REPLICATE, "2", SHARD, "2", TP, "2", *ACCUMULATION, *BFLOAT16, *PER_OPERATION), 8),
     "ulysses": Case(ULYSSES, 2),
     "allgather": Case((CP, "2", METHOD, "allgather_kv", *DOCUMENTS), 2),
+    "ring": Case((CP, "2", *BFLOAT16, *ACCUMULATION), 2),
+    "ring, neighbours": Case((CP, "2", *BFLOAT16, ROTATE, "alltoall", *PER_OPERATION), 2),
     "pp": Case((PP, "2"), 2),
     "offloaded, rounded": Case((*BFLOAT16, *OFFLOADED, *ROUNDED)),
     "offloaded, tp": Case((TP, "2", *OFFLOADED), 2),

@@ -5,12 +5,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention import flex_attention
 
 import train
-from models import MODELS
+from models import MODELS, flex
 from models.llama import FLAVORS, Llama
 from parallelize.context import rank_order, sequence_order, shard_sequence
-from tests.harness import broken_bars, observe, rewrite
+from tests.harness import Observation, broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 CP = "--parallelism.context_parallel_degree"
@@ -97,7 +98,9 @@ def logits_before_and_after(run: train.Run) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("balancer", ["headtail", "none"])
-@pytest.mark.parametrize(("ranks", "method"), [(1, "ring"), (2, "allgather_kv"), (4, "allgather_kv"), (2, "ulysses")])
+@pytest.mark.parametrize(
+    ("ranks", "method"), [(1, "ring"), (4, "ring"), (2, "allgather_kv"), (4, "allgather_kv"), (2, "ulysses")]
+)
 def test_documents_do_not_see_each_other(ranks: int, method: str, balancer: str) -> None:
     """Pitfall: packed documents under context parallel."""
     layout = (CP, str(ranks), METHOD, method, BALANCER, balancer, *DOCUMENTS)
@@ -157,10 +160,16 @@ FAULTS = {
         '(tensor if name == "positions" else rank_order(tensor, 1, ranks, balanced))',
     ),
     "keys and values of the wrong rank": (
-        "torch.distributed.tensor.experimental._context_parallel._attention",
-        "_AllGatherRotater.next_buffer",
-        "idx = rank - self._idx",
-        "idx = rank",
+        "parallelize.ring",
+        "Exchange.passed_on",
+        "[(rank - number) % ranks]",
+        "[rank]",
+    ),
+    "gradients of keys and values brought to the wrong rank": (
+        "parallelize.ring",
+        "Exchange.brought_home",
+        "(rank - number) % ranks",
+        "number",
     ),
     "gradients not summed over cp": (
         "parallelize.mesh",
@@ -171,11 +180,51 @@ FAULTS = {
     "loss not summed over cp": ("parallelize.mesh", "sum_over_token_ranks", '"fsdp"', '"dp_shard"'),
     "a balanced cut for a ring that is told of none": (
         "parallelize.context",
-        "_configure_ring",
-        "enable_load_balance = balanced",
-        "enable_load_balance = False",
+        "_WholeSequence.forward",
+        "self.balanced, whole, documents",
+        "False, whole, documents",
     ),
 }
+OF_DOCUMENTS = {
+    "own documents taken for those of the keys": ("steps_of", "documents[source]", "documents[rank]"),
+    "documents of the other half of the queries": (
+        "steps_of",
+        "[rank][:, queries]",
+        "[rank][:, : queries.stop - queries.start]",
+    ),
+    "a query that sees no key counts all the same": ("_forward_on_cpu", "logsumexp if blind is None", "logsumexp if 1"),
+    "keys that backward sees again": ("_backward_on_cpu", "attn_mask=added", "attn_mask=None"),
+}
+
+
+RING = ("--training.seq_len", "33", CP, "4", *DOCUMENTS)
+
+
+@functools.cache
+def documents_on_one() -> Observation:
+    return observe("--training.seq_len", "33", *DOCUMENTS, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize("fault", OF_DOCUMENTS)
+def test_a_planted_fault_of_documents_in_the_ring_is_found(fault: str) -> None:
+    plant = functools.partial(rewrite, "parallelize.ring", *OF_DOCUMENTS[fault])
+    observed = observe(*RING, ranks=4, valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert "gradient" in broken_bars(observed, documents_on_one())
+
+
+def take_the_kernel_of_a_gpu() -> None:
+    """FlexAttention, in torch's plain form, by blocks of four."""
+    vars(flex)["BLOCK"] = 4
+    vars(flex_attention)["_validate_device"] = lambda *_: None  # which refuses its backward on a CPU
+    for function in ("_kernel", "_wanted"):
+        rewrite("parallelize.ring", function, '"cpu"', '"none"')
+
+
+@pytest.mark.parametrize("layout", [DOCUMENTS, ()], ids=["documents", "one document"])  # in float32
+def test_flex_attention_computes_the_steps_of_the_ring(layout: tuple[str, ...]) -> None:
+    labels = ("--training.seq_len", "33", *layout)
+    observed = observe(*labels, CP, "4", ranks=4, valid_labels=UNEVEN_LABELS, mutate=take_the_kernel_of_a_gpu)
+    assert not broken_bars(observed, observe(*labels, valid_labels=UNEVEN_LABELS))
 
 
 @pytest.mark.parametrize("fault", FAULTS)

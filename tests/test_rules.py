@@ -170,7 +170,6 @@ CASES = [
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 3, "dim": 96},
     ),
-    Refused("document_mask", (CP, "2"), "allgather_kv", "error", run=("--training.document_mask", "true")),
     Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
 ]  # fmt: skip
 

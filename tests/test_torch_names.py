@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.distributed import _functional_collectives
 
 from components.config import ConfigError, load_config
 from parallelize.mesh import Degrees, resolve_degrees
@@ -133,13 +133,13 @@ def check(ranks: int, *overrides: str) -> None:
 
 
 def test_another_torch_is_refused_only_for_what_the_layout_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(_attention, "_templated_ring_attention")
+    monkeypatch.delattr(_functional_collectives, "permute_tensor")
     check(2, CP, "2")  # 2.13 is not looked at
     monkeypatch.setattr(torch_names, "torch_version", lambda: "2.14.0+cpu")
     check(2)
     check(2, CP, "2", "--parallelism.context_parallel_method", "allgather_kv")
     with pytest.raises(
-        ConfigError, match=r"^torch 2\.14\.0\+cpu lacks \S+_attention\._templated_ring_attention \(ring\), which"
+        ConfigError, match=r"^torch 2\.14\.0\+cpu lacks \S+_functional_collectives\.permute_tensor \(ring\), which"
     ):
         check(2, CP, "2")
     monkeypatch.delattr(torch, "_foreach_norm")
@@ -157,10 +157,10 @@ def test_another_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 STARTED = """
 import sys
 import torch, torch.distributed.tensor.parallel
-from torch.distributed.tensor.experimental._context_parallel import _attention
+from torch.distributed import _functional_collectives
 from parallelize.rules import torch_names
 torch_names.torch_version = lambda: "2.14.0"
-del _attention._templated_ring_attention
+del _functional_collectives.permute_tensor
 from components.start import main
 sys.exit(main(sys.argv[1:]))
 """
@@ -173,4 +173,4 @@ def test_the_start_says_it_in_one_line() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
-    assert line.startswith("torch 2.14.0 lacks torch.distributed.tensor.experimental.")
+    assert line.startswith("torch 2.14.0 lacks torch.distributed._functional_collectives.permute_tensor (ring)")

@@ -137,7 +137,7 @@ class Parallelism:
     context_parallel_degree: Positive = 1
     """Ranks that split each sequence."""
     context_parallel_method: Literal["ring", "allgather_kv", "ulysses"] = "ring"
-    """ring: torch's ring attention; allgather_kv: all-gather of keys and values; ulysses: all-to-all of heads."""
+    """ring: keys and values of one rank after another; allgather_kv: of all at once; ulysses: all-to-all of heads."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
     """How the ring moves keys and values: one all-gather, or from neighbour to neighbour."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"

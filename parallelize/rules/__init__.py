@@ -59,15 +59,6 @@ def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
-def _document_mask_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if degrees.cp == 1 or not config.training.document_mask or config.parallelism.context_parallel_method != "ring":
-        return ""
-    return (
-        "the ring takes no mask, so documents would see each other; "
-        'parallelism.context_parallel_method = "allgather_kv" or "ulysses" would do'
-    )
-
-
 def _global_batch_misfit(config: JobConfig, degrees: Degrees) -> str:
     size, local = global_batch_size(config, degrees), config.training.local_batch_size
     multiples = near_multiples(size, local * degrees.batch_ranks)
@@ -218,7 +209,6 @@ RULES: list[tuple[str, Misfit]] = [
     ("parallelism.tensor_parallel_degree", _vocabulary_misfit),
     ("metrics.dynamics_freq", _padding_misfit),
     ("parallelism.context_parallel_method", _ulysses_misfit),
-    ("training.document_mask", _document_mask_misfit),
     ("training.global_batch_size", _global_batch_misfit),
 ]
 """The key that a mistake names, and the function that finds the mistake."""

@@ -37,11 +37,10 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.distributed.tensor.placement_types": "_StridedShard",
     },
     "ring": {
-        "torch.ops": "aten._scaled_dot_product_flash_attention_for_cpu "
-        "aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "torch.distributed.tensor.experimental._context_parallel._attention": "_ContextParallel.AttentionType "
-        "_DispatchMode.MODULE_WRAPPER _cp_options.enable_load_balance _dispatch_mode _enable_cp_dtensor_dispatcher "
-        "_templated_ring_attention _templated_ring_attention_backward custom_ops set_rotate_method",
+        "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
+        "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
+        "torch.distributed._functional_collectives": "AsyncCollectiveTensor.wait all_gather_single "
+        "permute_tensor reduce_scatter_single",
     },
     "ulysses": {"torch.distributed._functional_collectives": "all_to_all_single_autograd"},
     "checkpointing per operation": {

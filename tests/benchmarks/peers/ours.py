@@ -13,6 +13,7 @@ from tests.small import RECIPE
 DEGREES = {
     "ddp": "data_parallel_replicate_degree",
     "fsdp": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
     "pp": "pipeline_parallel_degree",
 }
