@@ -124,11 +124,14 @@ class Visibility(nn.Module):
     """Makes the Visible of a forward. Has no parameters; context parallel replaces the module."""
 
     kernel = KERNELS["auto"]
+    padding = 0
+    """Tokens at the end of a training sequence that are padding."""
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         """The Visible of layers with this window; None for no window."""
         length = positions_BS.shape[1]
-        return self.kernel.prepare(Visible(length, length, positions_BS.device, document_ids_BS, window))
+        whole = Visible(length, length, positions_BS.device, document_ids_BS, window, padding=self.padding)
+        return self.kernel.prepare(whole)
 
 
 class AttentionCore(nn.Module):
@@ -142,9 +145,16 @@ class AttentionCore(nn.Module):
         """A float32 scalar, if set: each forward raises it to the largest visible logit."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-        if self.largest_logit is not None:
-            raise_to_largest_logit(self.largest_logit, q.detach(), k.detach(), visible.documents_BT, visible.window)
+        self.observe(q, k, visible)
         return self.kernel.attend(q, k, v, visible)
+
+    def observe(self, q: Tensor, k: Tensor, visible: Visible) -> None:
+        """Raise largest_logit, if it is set, to the largest of queries that are not padding."""
+        count = visible.queries - visible.padding
+        if self.largest_logit is not None and count > 0:
+            q, part = q.detach()[:, :, :count], visible.part(0, count)
+            k = k.detach()[:, :, : part.keys]
+            raise_to_largest_logit(self.largest_logit, q, k, part.documents_BT, part.window)
 
 
 def choose_kernel(model: nn.Module, name: str) -> None:

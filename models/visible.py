@@ -25,6 +25,8 @@ class Visible:
     """The place of the first query, the first key's being 0; None if the queries have the last places of the keys."""
     own_documents_BS: Tensor | None = None
     """Each query's document, if the queries are not among the keys."""
+    padding: int = 0
+    """Queries at the end that are padding, if logits are observed: they see what they would, and do not count."""
     made: Any = None
     """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
 
@@ -49,7 +51,8 @@ class Visible:
         """Visible of the queries from start to stop alone, with the keys up to the last of these queries."""
         keys = self.keys - self.queries + stop
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
-        return Visible(stop - start, keys, self.device, documents_BT, self.window)
+        padding = max(0, stop - start - max(0, self.queries - self.padding - start))
+        return Visible(stop - start, keys, self.device, documents_BT, self.window, padding=padding)
 
     def dense(self) -> Tensor:
         """(1, 1, S, T) bool, or with documents (B, 1, S, T): true where the query sees the key."""

@@ -15,22 +15,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.config import Parallelism
-from models.attention import AttentionCore, Visibility, Visible, raise_to_largest_logit
+from models.attention import AttentionCore, Visibility, Visible
 from parallelize.mesh import Mesh, padded_length
 from parallelize.ring import Exchange, Ring, steps_of
 
 
-def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> None:
+def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism, seq_len: int) -> None:
     """Let every attention core see the whole sequence, of which shard_sequence gives each rank a part."""
     cp = mesh["cp"]
-    if cp.size() == 1:
-        return
     for name, module in list(model.named_modules()):
         replacement: AttentionCore | Visibility
-        if isinstance(module, AttentionCore):
+        if isinstance(module, Visibility):
+            replacement = _WholeSequence(cp, parallelism) if cp.size() > 1 else module
+            replacement.padding = padded_length(seq_len, mesh.degrees, parallelism) - seq_len
+        elif isinstance(module, AttentionCore) and cp.size() > 1:
             replacement = _CORES[parallelism.context_parallel_method](cp, parallelism)
-        elif isinstance(module, Visibility):
-            replacement = _WholeSequence(cp, parallelism)
         else:
             continue
         replacement.kernel = module.kernel
@@ -109,18 +108,18 @@ class _RingCore(_Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         if self.largest_logit is not None:
-            self._observe(q.detach(), k.detach(), visible, self.largest_logit)
+            self._observe_all(q, k.detach(), visible)
         return Ring.apply(q, k, v, visible.made, self.exchange)
 
-    def _observe(self, q: Tensor, k: Tensor, visible: Visible, largest: Tensor) -> None:
-        """Raise `largest` to the largest logit of this rank's queries and all keys; gathers the keys."""
+    def _observe_all(self, q: Tensor, k: Tensor, visible: Visible) -> None:
+        """Raise largest_logit to that of this rank's queries and all keys; gathers the keys."""
         cp = self.cp
         whole = DTensor.from_local(k, cp, [Shard(2)], run_check=False).full_tensor()
         keys = sequence_order(whole, 2, cp.size(), self.balanced)
         pieces = pieces_of(cp.get_local_rank(), keys.shape[2], cp.size(), self.balanced)
         for queries, piece in zip(q.chunk(len(pieces), dim=2), pieces, strict=True):
             part = visible.part(*piece)
-            raise_to_largest_logit(largest, queries, keys[:, :, : part.keys], part.documents_BT, part.window)
+            self.observe(queries, keys[:, :, : part.keys], part)
 
 
 class _WholeSequence(Visibility):
@@ -137,7 +136,7 @@ class _WholeSequence(Visibility):
         if document_ids_BS is not None:
             gathered = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
             documents, document_ids_BS = gathered.chunk(ranks, 1), sequence_order(gathered, 1, ranks, self.balanced)
-        whole = Visible(length, length, positions_BS.device, document_ids_BS, window)
+        whole = Visible(length, length, positions_BS.device, document_ids_BS, window, padding=self.padding)
         if self.method == "ulysses":
             return self.kernel.prepare(whole)
         if self.method == "ring":

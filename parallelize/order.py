@@ -38,7 +38,7 @@ def parallelize(
         trained = _trained(stage)
         apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, tp_plan)
-        apply_context_parallel(stage, mesh, config.parallelism)
+        apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
         apply_compile(stage, mesh, config.compile, config.parallelism)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         apply_data_parallel(stage, shards, config.training, config.parallelism)

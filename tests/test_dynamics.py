@@ -15,6 +15,7 @@ import train
 from components.dry_run import Meter
 from components.metrics import _flat, _without_nan
 from models import MODELS
+from parallelize.groups import gather
 from tests.dynamics import (
     CHECKPOINTED,
     COMPILED,
@@ -107,6 +108,37 @@ def test_numbers_are_what_the_page_says(kind: str) -> None:
     assert list(tables["gradient_norm"]) == ["tok_embeddings", *layers, *ends]
     assert list(tables["attention_logit_max"]) == layers
     assert math.sqrt(sum(norm**2 for norm in tables["gradient_norm"].values())) == pytest.approx(observed.norms[0][0])
+
+
+def note_observed_queries() -> None:
+    import models.attention as attention
+
+    vars(attention)["raise_to_largest_logit"] = lambda largest, q, *_: _observed_queries.append(q.shape[2])
+
+
+def observed_queries(run: train.Run) -> list[int]:
+    return gather(sum(_observed_queries))
+
+
+_observed_queries: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("layout", "queries"),
+    [
+        ((TP, "4"), [34] * 4),
+        ((CP, "4"), [5, 9, 10, 10]),
+        ((CP, "4", METHOD, "allgather_kv", *UNBALANCED), [9, 9, 9, 7]),
+        ((CP, "4", METHOD, "ulysses", "--model.flavor", "many_heads"), [34] * 4),
+    ],
+    ids=["tp", "ring", "allgather_kv", "ulysses"],
+)
+def test_logits_of_padding_do_not_count(layout: tuple[str, ...], queries: list[int]) -> None:
+    """34 tokens are padded: to 36, or to 40 in pieces of five, of which rank 0 has the first and the last one."""
+    length = ("--training.seq_len", "34", "--metrics.dynamics_freq", "1", *layout)
+    found = observe(*length, ranks=4, steps=1, mutate=note_observed_queries, at_end=observed_queries).extra
+    layers, rest = divmod(sum(found), sum(queries))
+    assert (rest, found) == (0, [layers * count for count in queries])
 
 
 def test_logits_by_pieces_are_those_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ class Fault:
         rewrite(module, function, self.old, self.new)
 
 
-SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.forward"
+LOGIT = "attention_logit_max"
+SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.observe"
 FAULTS = {
     "tp not summed": Fault(
         f"components.metrics.dynamics:{SHARDS}",
@@ -57,7 +58,7 @@ FAULTS = {
         "",
         "qwen3",
         (SHARD, "2", LOCAL, "6"),
-        "attention_logit_max",
+        LOGIT,
     ),
     "a stage that learns its shapes from whatever is in memory": Fault(
         "parallelize.pipeline:Pipeline.__init__",
@@ -65,7 +66,7 @@ FAULTS = {
         "",
         "six layers",
         (PP, "2", "--debug.deterministic"),  # then whatever is in memory is NaN
-        "attention_logit_max",
+        LOGIT,
     ),
     "gradients after clipping": Fault(
         "train:train_step",
@@ -76,17 +77,15 @@ FAULTS = {
         "gradient_norm",
         1,
     ),
-    "logits without scale": Fault(
-        CORE, "q.detach()", "q.detach() * q.shape[3] ** 0.5", "qwen3", (), "attention_logit_max", 1
-    ),
-    "documents see each other": Fault(CORE, "visible.documents_BT", "None", "qwen3", (), "attention_logit_max", 1),
+    "logits without scale": Fault(CORE, "q.detach()", "(q.detach() * q.shape[3] ** 0.5)", "qwen3", (), LOGIT, 1),
+    "documents see each other": Fault(CORE, "part.documents_BT", "None", "qwen3", (), LOGIT, 1),
     "keys in the order of ranks": Fault(
-        "parallelize.context:_RingCore._observe",
+        "parallelize.context:_RingCore._observe_all",
         "sequence_order(whole, 2, cp.size(), self.balanced)",
         "whole",
         "llama",
         (CP, "2"),
-        "attention_logit_max",
+        LOGIT,
     ),
 }
 

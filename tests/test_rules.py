@@ -156,13 +156,6 @@ CASES = [
         model={"vocab_size": 1027},
     ),
     Refused(
-        "padding",
-        (CP, "2", "--metrics.dynamics_freq", "1"),
-        "padded from 34 to 36 tokens, whose logits would count; 36 fits",
-        "dynamics",
-        run=(LENGTH, "34"),
-    ),
-    Refused(
         "ulysses",
         (CP, "4", METHOD, "ulysses"),
         "6 heads and 3 key/value heads.* context_parallel_degree = 1 or 3 would do",

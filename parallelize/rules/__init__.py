@@ -5,7 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 
 from components.config import ConfigError, JobConfig, mistake
-from parallelize.mesh import Degrees, padded_length
+from parallelize.mesh import Degrees
 from parallelize.rules import pipeline
 from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
@@ -25,18 +25,6 @@ def _splits(what: str, attribute: str) -> Misfit:
         return f"{model.name} {model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
 
     return misfit
-
-
-def _padding_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not config.metrics.dynamics_freq:
-        return ""
-    length = config.training.seq_len
-    padded = padded_length(length, degrees, config.parallelism)
-    if padded == length:
-        return ""
-    return (
-        f"with {degrees} sequences are padded from {length} to {padded} tokens, whose logits would count; {padded} fits"
-    )
 
 
 def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
@@ -207,7 +195,6 @@ RULES: list[tuple[str, Misfit]] = [
     ("parallelism.tensor_parallel_degree", _key_heads_misfit),
     ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
     ("parallelism.tensor_parallel_degree", _vocabulary_misfit),
-    ("metrics.dynamics_freq", _padding_misfit),
     ("parallelism.context_parallel_method", _ulysses_misfit),
     ("training.global_batch_size", _global_batch_misfit),
 ]
