@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from components.config import ConfigError, JobConfig, load_config
+from components.config import ROOT, ConfigError, JobConfig, load_config
 from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
@@ -195,6 +195,34 @@ def test_every_rule_has_a_case() -> None:
     assert len({case.rule for case in CASES}) == len(RULES)
 
 
+def refusals() -> str:
+    """docs/refusals.md: each rule, what it says of its first case here, and why."""
+    said: dict[str, str] = {}
+    for case in CASES:
+        plant(case.model, without_rules=False)
+        config = config_of(*SMALL, *settings(case))
+        for rule in RULES:
+            if reason := rule.misfit(config, resolve_degrees(config, case.ranks)):
+                said.setdefault(rule.why, re.sub("not one of [^;]*", "not one of ...", reason))
+    lines = [
+        *("# What is refused, and why", ""),
+        "Written by `python -m tests.test_rules` from the table of rules, `parallelize/rules/`. A layout that breaks a",
+        "rule is refused before launch. Of each rule: the key that it names, what it says of a case of",
+        "`tests/test_rules.py`, and why such a layout cannot be, or what it would take.",
+        *("", "| key | for example | why |", "|---|---|---|"),
+        *(f"| `{rule.key}` | {said[rule.why]} | {rule.why} |" for rule in RULES),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+REFUSALS = ROOT / "docs" / "refusals.md"
+
+
+def test_the_page_of_refusals_is_the_table_of_rules() -> None:
+    """If it is not: python -m tests.test_rules"""
+    assert REFUSALS.read_text() == refusals()
+
+
 @each([case for case in CASES if case.without])
 def test_what_would_happen_without_the_rule(case: Refused) -> None:
     if "--compile.enable" in case.layout and " " in torch.__file__:
@@ -292,3 +320,7 @@ def test_a_pipeline_that_is_mostly_idle_is_warned_of() -> None:
     assert "2 micro-batches leave 4 pipeline ranks idle" in warnings(config, resolve_degrees(config, 4), 4)[0]
     config = config_of(PP, "4", LOCAL, "4")
     assert warnings(config, resolve_degrees(config, 4), 4) == []
+
+
+if __name__ == "__main__":
+    REFUSALS.write_text(refusals())

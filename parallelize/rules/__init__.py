@@ -1,35 +1,18 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
-import difflib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
-from parallelize.rules import pipeline
-from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
+from parallelize.rules import compile, pipeline, tensor
+from parallelize.rules.sizes import global_batch_size, near_multiples, not_among, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
-from parallelize.schedules import SCHEDULES, schedule_of
+from parallelize.schedules import SCHEDULES
 
 Misfit = Callable[[JobConfig, Degrees], str]
 """Why a layout is refused and what would work, in a sentence; empty for a layout that is accepted."""
-
-
-def _splits(what: str, attribute: str) -> Misfit:
-    """tp has to divide one of the model's sizes."""
-
-    def misfit(config: JobConfig, degrees: Degrees) -> str:
-        size, model = getattr(sizes_of(config), attribute), config.model
-        divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
-        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
-        return f"{model.name} {model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
-
-    return misfit
-
-
-def _pipeline(key: str, misfit: Misfit) -> tuple[str, Misfit]:
-    """misfit is called only if there is a pipeline."""
-    return f"parallelism.{key}", lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else ""
 
 
 def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -54,118 +37,15 @@ def _global_batch_misfit(config: JobConfig, degrees: Degrees) -> str:
     return f"not a multiple of {reason}" if size % (local * degrees.batch_ranks) else ""
 
 
-def _compiles_layers(config: JobConfig) -> bool:
-    return config.compile.enable and "model" in config.compile.components
-
-
-def _per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
-    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
-    if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
-        return ""
-    if _compiles_layers(config):
-        return (
-            "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
-            'an error; mode = "memory_budget", or a number of layers, as "2", would do'
-        )
-    if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
-        return (
-            f"{parallelism.pipeline_parallel_schedule} goes backward twice, for inputs and for weights, and what "
-            'was kept is there for one; a number of layers, as "2", or mode = "full" would do'
-        )
-    return ""
-
-
-def _async_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not config.parallelism.enable_async_tensor_parallel:
-        return ""
-    needed = {
-        "parallelism.tensor_parallel_degree of 2 or more": degrees.tp > 1,
-        "parallelism.sequence_parallel = true": config.parallelism.sequence_parallel,
-        'compile.enable = true and "model" in compile.components': _compiles_layers(config),
-    }
-    missing = [name for name, there in needed.items() if not there]
-    return f"it is a pass of the compiler; it needs {', '.join(missing)}" if missing else ""
-
-
 def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
     from models.attention import KERNELS
 
     kernel = config.model.attention_kernel
     if kernel not in KERNELS:
-        return _not_among(kernel, KERNELS)
+        return not_among(kernel, KERNELS)
     if kernel == "auto" or degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
         return ""
     return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
-
-
-def _backend_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not config.compile.enable or config.compile.backend == "inductor":
-        return ""
-    import torch
-
-    known = torch.compiler.list_backends(exclude_tags=())
-    return "" if config.compile.backend in known else _not_among(config.compile.backend, known)
-
-
-def _float8_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not config.model.converters or config.quantize.linear.float8.emulate:
-        return ""
-    sizes = sizes_of(config)
-    split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
-    widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
-    widths |= {"dim": sizes.dim, "ffn_dim": sizes.ffn_dim // degrees.tp}
-    odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
-    return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
-
-
-def _budget_misfit(config: JobConfig, degrees: Degrees) -> str:
-    partitioned = config.compile.backend in ("inductor", "aot_eager", "aot_eager_decomp_partition")
-    if config.activation_checkpoint.mode != "memory_budget" or (_compiles_layers(config) and partitioned):
-        return ""
-    return (
-        'the compiler keeps to the budget: it needs compile.enable = true, "model" among compile.components, and '
-        'the backend "inductor"; mode = "selective" needs no compiler'
-    )
-
-
-def _key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:
-    heads, model = sizes_of(config).n_kv_heads, config.model
-    if heads % degrees.tp and degrees.tp % heads:
-        can = [str(degree) for degree in range(1, 65) if heads % degree == 0 or degree % heads == 0]
-        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {', '.join(can)}"
-        return f"{model.name} {model.flavor} has {heads} key/value heads, {reason}"
-    if degrees.tp > heads and model.converters:
-        return (
-            f"{degrees.tp} ranks would each use a part of the matrices of {heads} key/value heads, which float8 cannot"
-        )
-    return ""
-
-
-def _vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
-    rows, shards = sizes_of(config).vocab_size, degrees.dp_shard * degrees.cp
-    if rows % degrees.tp == 0 or shards == 1:
-        return ""
-    from parallelize.sharding import knows_slices
-
-    if knows_slices(rows, degrees.tp, shards):
-        return ""
-    can = ", ".join(str(count) for count in (1, 2, 4, 8, 16, 32, 64) if knows_slices(rows, degrees.tp, count))
-    return (
-        f"{degrees.tp} ranks share {rows} rows of the vocabulary unevenly, and torch would not know which of them each "
-        f"of {shards} FSDP ranks (data_parallel_shard_degree x context_parallel_degree) has; {can} FSDP ranks would do"
-    )
-
-
-def _blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if degrees.tp == 1 or config.optimizer.state_dtype != "int8":
-        return ""
-    from parallelize.sharding import block_of
-
-    sizes = sizes_of(config)
-    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.ffn_dim}
-    cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
-    blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
-    return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""
 
 
 def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -175,37 +55,146 @@ def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
     return 'each reduction would round the gradients of weights in bfloat16; "last" adds them up in float32'
 
 
-RULES: list[tuple[str, Misfit]] = [
-    ("activation_checkpoint.mode", _budget_misfit),
-    ("activation_checkpoint.selective_ac_option", _per_op_misfit),
-    ("parallelism.enable_async_tensor_parallel", _async_misfit),
-    ("model.converters", _float8_misfit),
-    ("model.attention_kernel", _kernel_misfit),
-    ("compile.backend", _backend_misfit),
-    _pipeline("pipeline_parallel_schedule", pipeline.stages_misfit),
-    _pipeline("pipeline_parallel_degree", pipeline.layers_misfit),
-    _pipeline("module_fqns_per_model_part", pipeline.modules_misfit),
-    _pipeline("pipeline_parallel_microbatch_size", pipeline.micro_batches_misfit),
-    _pipeline("fsdp_reshard_after_forward", pipeline.reshard_misfit),
-    _pipeline("fsdp_reduce_gradients", pipeline.reduce_misfit),
-    ("parallelism.fsdp_reduce_gradients", _sums_misfit),
-    ("training.local_batch_size", pipeline.turns_misfit),
-    ("optimizer.state_dtype", _blocks_misfit),
-    ("parallelism.tensor_parallel_degree", _splits("attention heads", "n_heads")),
-    ("parallelism.tensor_parallel_degree", _key_heads_misfit),
-    ("parallelism.tensor_parallel_degree", _splits("feed-forward columns", "ffn_dim")),
-    ("parallelism.tensor_parallel_degree", _vocabulary_misfit),
-    ("parallelism.context_parallel_method", _ulysses_misfit),
-    ("training.global_batch_size", _global_batch_misfit),
+class Rule(NamedTuple):
+    """A line of the table."""
+
+    key: str
+    """The key that a mistake names."""
+    misfit: Misfit
+    """Finds the mistake."""
+    why: str
+    """Why such a layout cannot be, or what it would take: docs/refusals.md."""
+
+
+def _pipeline(key: str, misfit: Misfit, why: str) -> Rule:
+    """misfit is called only if there is a pipeline."""
+    in_pipelines: Misfit = lambda config, degrees: misfit(config, degrees) if degrees.pp > 1 else ""  # noqa: E731
+    return Rule(f"parallelism.{key}", in_pipelines, why)
+
+
+RULES = [
+    Rule(
+        "activation_checkpoint.mode",
+        compile.budget_misfit,
+        "The compiler's partitioner keeps to the budget when it divides a compiled layer. "
+        "Otherwise nothing is divided.",
+    ),
+    Rule(
+        "activation_checkpoint.selective_ac_option",
+        compile.per_op_misfit,
+        "torch keeps results of single operations where Python calls these operations, which it does not inside a "
+        "compiled layer; a memory budget is the compiler's own way. Where a schedule goes backward twice, torch drops "
+        "what it kept after the first time; it would take keeping results until both backwards are done.",
+    ),
+    Rule(
+        "parallelism.enable_async_tensor_parallel",
+        compile.async_misfit,
+        "inductor cuts the messages of sequence parallel into pieces: it has to "
+        "compile them, and they have to be there.",
+    ),
+    Rule(
+        "model.converters",
+        tensor.float8_misfit,
+        "The GPU's scaled products take multiples of 16. It would take padding of each rank's part of a matrix.",
+    ),
+    Rule(
+        "model.attention_kernel",
+        _kernel_misfit,
+        "A step of the ring also needs the log-sum-exp of its logits, which only the ring's own kernels give.",
+    ),
+    Rule("compile.backend", compile.backend_misfit, "torch has no such backend."),
+    _pipeline(
+        "pipeline_parallel_schedule",
+        pipeline.stages_misfit,
+        "The order of a schedule is defined for these numbers of stages a rank.",
+    ),
+    _pipeline(
+        "pipeline_parallel_degree", pipeline.layers_misfit, "A stage without a layer would only pass a message on."
+    ),
+    _pipeline(
+        "module_fqns_per_model_part",
+        pipeline.modules_misfit,
+        "A module in two stages would be two modules, and one in no stage would be missing.",
+    ),
+    _pipeline(
+        "pipeline_parallel_microbatch_size",
+        pipeline.micro_batches_misfit,
+        "Micro-batches have one size, and the order of a schedule is defined for these numbers of micro-batches: with "
+        "another one a rank would wait for a message that nobody sends.",
+    ),
+    _pipeline(
+        "fsdp_reshard_after_forward",
+        pipeline.reshard_misfit,
+        "torch gathers weights before a whole backward, and frees them after it. It would take gathering weights once "
+        "more, for the second of two backwards.",
+    ),
+    _pipeline(
+        "fsdp_reduce_gradients",
+        pipeline.reduce_misfit,
+        "It would take a reduction between any two messages of the schedule, in an order that is the same on "
+        "all ranks.",
+    ),
+    Rule(
+        "parallelism.fsdp_reduce_gradients",
+        _sums_misfit,
+        "A reduction ends in the precision of the weights. Sums of rounded sums depend on how many there are, and that "
+        "on the layout.",
+    ),
+    Rule(
+        "training.local_batch_size",
+        pipeline.turns_misfit,
+        "As above: each turn of a pipeline ends in gradients of the precision of the weights. It would take sums in "
+        "float32 beside the gradients, from turn to turn.",
+    ),
+    Rule(
+        "optimizer.state_dtype",
+        tensor.blocks_misfit,
+        "The numbers of a block have one scale. On two ranks they would have two, and codes would depend on the "
+        "layout. It would take smaller blocks, with more bytes for scales.",
+    ),
+    Rule(
+        "parallelism.tensor_parallel_degree",
+        tensor.splits("attention heads", "n_heads"),
+        "A logit is a sum over the whole width of a head: half a head on each rank would need a message for each pair "
+        "of tokens. It would take ranks with different numbers of heads.",
+    ),
+    Rule(
+        "parallelism.tensor_parallel_degree",
+        tensor.key_heads_misfit,
+        "Query heads have to be on the ranks of their key head. It would take ranks with different numbers of heads; "
+        "and for float8, scales of parts of a matrix that no rank holds.",
+    ),
+    Rule(
+        "parallelism.tensor_parallel_degree",
+        tensor.splits("feed-forward columns", "ffn_dim"),
+        "It would take ranks with different numbers of columns, as they have different numbers of rows of a "
+        "vocabulary.",
+    ),
+    Rule(
+        "parallelism.tensor_parallel_degree",
+        tensor.vocabulary_misfit,
+        "FSDP cuts what tensor parallel has cut, and torch 2.13 computes wrong places for parts of different sizes. It "
+        "would take places of our own in checkpoints.",
+    ),
+    Rule(
+        "parallelism.context_parallel_method",
+        _ulysses_misfit,
+        "A rank computes whole heads of the whole sequence. The other two methods have no limit on heads.",
+    ),
+    Rule(
+        "training.global_batch_size",
+        _global_batch_misfit,
+        "Every rank has as many sequences as every other. It would take ranks that compute nothing in a part "
+        "of a step.",
+    ),
 ]
-"""The key that a mistake names, and the function that finds the mistake."""
 
 
 def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
     """A line for each rule that this layout breaks."""
-    for key, misfit in RULES:
-        if reason := misfit(config, degrees):
-            yield mistake(config, key, reason)
+    for rule in RULES:
+        if reason := rule.misfit(config, degrees):
+            yield mistake(config, rule.key, reason)
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
@@ -240,18 +229,13 @@ def check_model(config: JobConfig) -> None:
 
     name, flavor = config.model.name, config.model.flavor
     if name not in MODELS:
-        raise ConfigError(mistake(config, "model.name", _not_among(name, MODELS)))
+        raise ConfigError(mistake(config, "model.name", not_among(name, MODELS)))
     flavors = MODELS[name][1]
     if flavor not in flavors:
-        raise ConfigError(mistake(config, "model.flavor", _not_among(flavor, flavors)))
+        raise ConfigError(mistake(config, "model.flavor", not_among(flavor, flavors)))
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(config.checkpoint, key) and not MODELS[name][0].hf_type:
             raise ConfigError(mistake(config, f"checkpoint.{key}", f"Hugging Face has no {name} (its hf_type)"))
-
-
-def _not_among(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, known, 1, 0.5)
-    return f"not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
@@ -259,7 +243,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
     check_torch(config, degrees)
     check_model(config)
     if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
-        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", _not_among(schedule, SCHEDULES)))
+        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", not_among(schedule, SCHEDULES)))
     if broken := list(broken_rules(config, degrees)):
         raise ConfigError(broken)
 

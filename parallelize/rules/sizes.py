@@ -1,5 +1,7 @@
-"""Sizes that rules check."""
+"""Sizes that rules check, and words that they use."""
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from components.config import JobConfig
@@ -23,3 +25,9 @@ def sizes_of(config: JobConfig) -> Any:
 def near_multiples(size: int, unit: int) -> str:
     below = size // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+
+
+def not_among(given: str, known: Iterable[str]) -> str:
+    """The names that would do, and the nearest."""
+    near = difflib.get_close_matches(given, known, 1, 0.5)
+    return f"not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,0 +1,70 @@
+"""Rules on what tensor parallel ranks share: each function gives the reason for a refusal, or an empty string."""
+
+from collections.abc import Callable
+
+from components.config import JobConfig
+from parallelize.mesh import Degrees
+from parallelize.rules.sizes import sizes_of
+
+
+def splits(what: str, attribute: str) -> Callable[[JobConfig, Degrees], str]:
+    """tp has to divide one of the model's sizes."""
+
+    def misfit(config: JobConfig, degrees: Degrees) -> str:
+        size, model = getattr(sizes_of(config), attribute), config.model
+        divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
+        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
+        return f"{model.name} {model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
+
+    return misfit
+
+
+def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.model.converters or config.quantize.linear.float8.emulate:
+        return ""
+    sizes = sizes_of(config)
+    split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
+    widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
+    widths |= {"dim": sizes.dim, "ffn_dim": sizes.ffn_dim // degrees.tp}
+    odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
+    return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
+
+
+def key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:
+    heads, model = sizes_of(config).n_kv_heads, config.model
+    if heads % degrees.tp and degrees.tp % heads:
+        can = [str(degree) for degree in range(1, 65) if heads % degree == 0 or degree % heads == 0]
+        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {', '.join(can)}"
+        return f"{model.name} {model.flavor} has {heads} key/value heads, {reason}"
+    if degrees.tp > heads and model.converters:
+        return (
+            f"{degrees.tp} ranks would each use a part of the matrices of {heads} key/value heads, which float8 cannot"
+        )
+    return ""
+
+
+def vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
+    rows, shards = sizes_of(config).vocab_size, degrees.dp_shard * degrees.cp
+    if rows % degrees.tp == 0 or shards == 1:
+        return ""
+    from parallelize.sharding import knows_slices
+
+    if knows_slices(rows, degrees.tp, shards):
+        return ""
+    can = ", ".join(str(count) for count in (1, 2, 4, 8, 16, 32, 64) if knows_slices(rows, degrees.tp, count))
+    return (
+        f"{degrees.tp} ranks share {rows} rows of the vocabulary unevenly, and torch would not know which of them each "
+        f"of {shards} FSDP ranks (data_parallel_shard_degree x context_parallel_degree) has; {can} FSDP ranks would do"
+    )
+
+
+def blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if degrees.tp == 1 or config.optimizer.state_dtype != "int8":
+        return ""
+    from parallelize.sharding import block_of
+
+    sizes = sizes_of(config)
+    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.ffn_dim}
+    cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
+    blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
+    return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""
