@@ -9,10 +9,11 @@ from parallelize.mesh import Mesh
 from parallelize.schedules import schedule_of
 
 
-def _leave_out_ring(model: nn.Module) -> None:
-    """Compile what is before and after the ring, as two graphs a layer.
+def _leave_out_attention(model: nn.Module) -> None:
+    """Compile what is before and after a layer's attention, as two graphs.
 
-    Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again.
+    Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again; and
+    the keys of earlier parts of a sequence come from outside of the layer.
     """
     for module in model.modules():
         if isinstance(module, AttentionCore):
@@ -36,11 +37,12 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
             inductor._micro_pipeline_tp = True
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
-        ring = mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring"
-        if ring:
-            _leave_out_ring(model)
+        apart = parallelism.pipeline_parallel_sequence_splits > 1
+        apart = apart or (mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring")
+        if apart:
+            _leave_out_attention(model)
         for layer in model.get_submodule("layers").children():
-            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=not ring)
+            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=not apart)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
         head.cross_entropy = torch.compile(head.cross_entropy, backend=config.backend)  # type: ignore[assignment, arg-type]

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible
 from parallelize.mesh import Mesh, padded_length
-from parallelize.ring import Exchange, Ring, steps_of
+from parallelize.ring import Exchange, steps_of
+from parallelize.steps import AttentionInSteps
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism, seq_len: int) -> None:
@@ -109,7 +110,7 @@ class _RingCore(_Core):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
         if self.largest_logit is not None:
             self._observe_all(q, k.detach(), visible)
-        return Ring.apply(q, k, v, visible.made, self.exchange)
+        return AttentionInSteps.apply(q, k, v, visible.made, self.exchange)
 
     def _observe_all(self, q: Tensor, k: Tensor, visible: Visible) -> None:
         """Raise largest_logit to that of this rank's queries and all keys; gathers the keys."""

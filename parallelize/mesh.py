@@ -92,6 +92,7 @@ def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> in
         unit *= 2
     if parallelism.sequence_parallel:
         unit = math.lcm(unit, degrees.cp * degrees.tp)
+    unit *= parallelism.pipeline_parallel_sequence_splits
     return -(-length // unit) * unit
 
 

@@ -4,6 +4,7 @@
   float8             swaps linear modules, which tensor parallel then splits
   tensor parallel    replaces parameters, so it comes before whatever wraps them
   context parallel   changes only the attention cores and the visibility
+  sequence splits    change the same, for parts of sequences in a pipeline
   compile            takes a layer's `forward`, after the last replacement in it
   checkpointing      goes around the compiled layer: torch 2.13 fails the other way round with tensor parallel
   data parallel      is outermost: `fully_shard` shards the parameters that all the others left
@@ -23,6 +24,7 @@ from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
 from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
+from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
 from parallelize.tensor import apply_tensor_parallel
 
@@ -39,6 +41,7 @@ def parallelize(
         apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, tp_plan)
         apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
+        apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)
         apply_compile(stage, mesh, config.compile, config.parallelism)
         apply_activation_checkpoint(stage, config.activation_checkpoint)
         apply_data_parallel(stage, shards, config.training, config.parallelism)

@@ -15,8 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Degrees, Mesh, padded_length
+from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
 from parallelize.sharding import local_part, poison_if_not_finite
+from parallelize.tables import Step, order_of_parts
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -48,12 +50,27 @@ def _passed_on(dim: int, config: JobConfig, degrees: Degrees) -> tuple[Tensor, T
     parallelism, training = config.parallelism, config.training
     size = parallelism.pipeline_parallel_microbatch_size
     length = padded_length(training.seq_len, degrees, parallelism) // degrees.cp
+    length //= parallelism.pipeline_parallel_sequence_splits
     tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
     if parallelism.sequence_parallel:
         length //= degrees.tp
     dtype = getattr(torch, training.mixed_precision_param)
     hidden = torch.empty(size, length, dim, dtype=dtype, device="meta", requires_grad=True)
     return tokens, hidden, torch.empty((), device="meta", requires_grad=True)
+
+
+def _by_table(orders: list[list[Step]], stages: list[PipelineStage], options: dict[str, Any]) -> Any:
+    """torch's schedule that runs these steps of each rank, with the messages between them."""
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, **options)
+    schedule._prepare_schedule_with_comms(
+        {
+            rank: [_Action.from_str(f"{stage}{kind}{number}") for ((kind, stage, number),) in order]
+            for rank, order in enumerate(orders)
+        }
+    )
+    return schedule
 
 
 class Pipeline:
@@ -72,11 +89,14 @@ class Pipeline:
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
         """In one call of forward_backward."""
+        self._splits = parallelism.pipeline_parallel_sequence_splits
+        """Parts of each sequence: the schedule's micro-batches."""
         tokens, hidden, loss = _passed_on(dim, config, mesh.degrees)
         self._valid = 1
+        stage_class = PipelineStage if self._splits == 1 else PartStage
         # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [
-            PipelineStage(
+            stage_class(
                 module,
                 number,
                 self._count,
@@ -87,15 +107,18 @@ class Pipeline:
             )
             for number, module in self._modules.items()
         ]
-        schedule = schedule_of(parallelism)
-        # One schedule object for the life of these stages: with a second one DualPipeV's gradients are wrong.
-        self._schedule = schedule.load()(
-            parts[0] if schedule.one_stage else parts,
-            n_microbatches=self.micro_batches,
+        options: dict[str, Any] = {
+            "n_microbatches": self.micro_batches * self._splits,
             # The last stage gives the summed loss.
-            loss_fn=lambda loss, _: poison_if_not_finite(loss / self._valid),
-            scale_grads=False,  # torch would divide by the number of micro-batches
-        )
+            "loss_fn": lambda loss, _: poison_if_not_finite(loss / self._valid),
+            "scale_grads": False,  # torch would divide by the number of micro-batches
+        }
+        # One schedule object for the life of these stages: with a second one DualPipeV's gradients are wrong.
+        schedule = schedule_of(parallelism)
+        if self._splits > 1:
+            self._schedule = _by_table(order_of_parts(pp.size(), self.micro_batches, self._splits), parts, options)
+        else:
+            self._schedule = schedule.load()(parts[0] if schedule.one_stage else parts, **options)
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
         self._tables: dict[int, Any] = {}
         """Of a tied embedding, by stage."""
@@ -112,6 +135,8 @@ class Pipeline:
         """
         self._valid = valid
         losses: list[Tensor] = []
+        if self._splits > 1:
+            batch = {name: cut_into_parts(tensor, self.micro_batches, self._splits) for name, tensor in batch.items()}
         more = {name: tensor for name, tensor in batch.items() if name != "tokens"}
         inputs = (batch["tokens"],) if 0 in self._modules else ()
         target = batch["labels"] if self._count - 1 in self._modules else None

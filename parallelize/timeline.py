@@ -9,31 +9,15 @@ messages take none. A rank does its actions in the schedule's order, each as soo
 import argparse
 import itertools
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from components.config import Parallelism
 from parallelize.schedules import SCHEDULES, stages_of_rank
-
-Action = tuple[str, int, int]
-"""Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
-Step = tuple[Action, ...]
-"""One action, or a forward and a backward that torch runs as one, whose results come when both are done."""
-
-
-class Box(NamedTuple):
-    """An action of a rank; times in units."""
-
-    rank: int
-    kind: str
-    stage: int
-    micro_batch: int
-    start: int
-    end: int
+from parallelize.tables import Box, Step, order_of_parts, simulate
 
 
 def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
@@ -74,39 +58,6 @@ def _steps(order: list[Any]) -> list[Step]:
 def _forwards_from_0(order: list[Step]) -> list[Step]:
     count = itertools.count()
     return [((kind, stage, next(count) if kind == "F" else number),) for ((kind, stage, number),) in order]
-
-
-def simulate(orders: list[list[Step]]) -> list[Box]:
-    """When each action runs. Raises ValueError if ranks wait for each other for ever."""
-    done: dict[Action, int] = {}
-    boxes: list[Box] = []
-    waiting, free = [list(order) for order in orders], [0] * len(orders)
-    last = max(stage for order in orders for step in order for _, stage, _ in step)
-    while any(waiting):
-        before = len(boxes)
-        for rank, order in enumerate(waiting):
-            while order and all(action in done for action in _needed(order[0], last)):
-                step = order.pop(0)
-                start = max([free[rank], *(done[action] for action in _needed(step, last))])
-                for kind, stage, micro_batch in step:
-                    boxes.append(Box(rank, kind, stage, micro_batch, start, start + _UNITS[kind]))
-                    start += _UNITS[kind]
-                free[rank] = start
-                done |= {("I" if kind == "B" else kind, stage, number): start for kind, stage, number in step}
-        if len(boxes) == before:
-            raise ValueError(f"ranks wait for ever, for {[order[0] for order in waiting if order]}")
-    return boxes
-
-
-_UNITS = {"F": 1, "I": 1, "W": 1, "B": 2}
-
-
-def _needed(step: Step, last: int) -> Iterator[Action]:
-    for kind, stage, micro_batch in step:
-        if kind == "F" and stage > 0:
-            yield "F", stage - 1, micro_batch
-        elif kind in ("B", "I"):
-            yield ("F", stage, micro_batch) if stage == last else ("I", stage + 1, micro_batch)
 
 
 def idle(boxes: list[Box]) -> float:
@@ -177,13 +128,19 @@ def main() -> None:
     parser.add_argument("schedules", nargs="+", choices=SCHEDULES, metavar="schedule", help=", ".join(SCHEDULES))
     parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="default 8")
+    parser.add_argument("--splits", type=int, default=1, help="parts of each sequence, with 1F1B (1)")
     parser.add_argument("--stages", type=int, default=2, help="of a rank, where the schedule has more than one (2)")
     parser.add_argument("--output", type=Path, default=Path("schedules.png"))
     options = parser.parse_args()
     timelines = {}
     for name in options.schedules:
         try:
-            timelines[name] = simulate(actions(name, options.pp, options.microbatches, options.stages))
+            found = actions(name, options.pp, options.microbatches, options.stages)
+            if options.splits > 1 and name == "1F1B":
+                timelines[f"1F1B, sequences in {options.splits} parts"] = simulate(
+                    order_of_parts(options.pp, options.microbatches, options.splits)
+                )
+            timelines[name] = simulate(found)
         except (ValueError, AssertionError) as error:
             parser.error(f"{name}: {error}")
         print(f"{name}: idle {idle(timelines[name]):.1%} of working time")

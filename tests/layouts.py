@@ -30,6 +30,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "schedule": tuple(SCHEDULES),
     "pipeline_first": ("false", "true"),
     "micro_batches": ("4", "8"),
+    "splits": ("1", "2", "4"),
     "accumulation": ("1", "3"),
     "reduce": ("last", "each"),
     "validation_batch": ("3", "training's"),
@@ -49,7 +50,7 @@ SIDE_AXES = (
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
     **dict.fromkeys(("method", "balancer"), "cp"),
-    **dict.fromkeys(("schedule", "pipeline_first", "micro_batches"), "pp"),
+    **dict.fromkeys(("schedule", "pipeline_first", "micro_batches", "splits"), "pp"),
 }
 """Axes that make no difference where a degree is 1."""
 RARE = {"compile": 8}
@@ -135,6 +136,7 @@ class Layout:
             "pipeline_parallel_degree": self["pp"],
             "pipeline_parallel_schedule": self["schedule"],
             "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
+            "pipeline_parallel_sequence_splits": self["splits"],
             "pipeline_first": self["pipeline_first"],
         }
         of_its_own = self["validation_batch"] != "training's"
@@ -179,6 +181,8 @@ def layout(**given: str) -> Layout:
         idle.append("reshard")
     if values["accumulation"] == "1" or values["pp"] != "1" or (values["cp"], values["dp"]) == ("1", "1"):
         idle.append("reduce")
+    if values["cp"] != "1" or values["schedule"] != "1F1B":
+        idle.append("splits")  # refused
     return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
 
 

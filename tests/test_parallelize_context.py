@@ -186,14 +186,25 @@ FAULTS = {
     ),
 }
 OF_DOCUMENTS = {
-    "own documents taken for those of the keys": ("steps_of", "documents[source]", "documents[rank]"),
+    "own documents taken for those of the keys": (
+        "parallelize.ring",
+        "steps_of",
+        "documents[source]",
+        "documents[rank]",
+    ),
     "documents of the other half of the queries": (
+        "parallelize.ring",
         "steps_of",
         "[rank][:, queries]",
         "[rank][:, : queries.stop - queries.start]",
     ),
-    "a query that sees no key counts all the same": ("_forward_on_cpu", "logsumexp if blind is None", "logsumexp if 1"),
-    "keys that backward sees again": ("_backward_on_cpu", "attn_mask=added", "attn_mask=None"),
+    "a query that sees no key counts all the same": (
+        "parallelize.steps",
+        "_forward_on_cpu",
+        "logsumexp if blind is None",
+        "logsumexp if 1",
+    ),
+    "keys that backward sees again": ("parallelize.steps", "_backward_on_cpu", "attn_mask=added", "attn_mask=None"),
 }
 
 
@@ -207,7 +218,7 @@ def documents_on_one() -> Observation:
 
 @pytest.mark.parametrize("fault", OF_DOCUMENTS)
 def test_a_planted_fault_of_documents_in_the_ring_is_found(fault: str) -> None:
-    plant = functools.partial(rewrite, "parallelize.ring", *OF_DOCUMENTS[fault])
+    plant = functools.partial(rewrite, *OF_DOCUMENTS[fault])
     observed = observe(*RING, ranks=4, valid_labels=UNEVEN_LABELS, mutate=plant)
     assert "gradient" in broken_bars(observed, documents_on_one())
 
@@ -217,7 +228,7 @@ def take_the_kernel_of_a_gpu() -> None:
     vars(flex)["BLOCK"] = 4
     vars(flex_attention)["_validate_device"] = lambda *_: None  # which refuses its backward on a CPU
     for function in ("_kernel", "_wanted"):
-        rewrite("parallelize.ring", function, '"cpu"', '"none"')
+        rewrite("parallelize.steps", function, '"cpu"', '"none"')
 
 
 @pytest.mark.parametrize("layout", [DOCUMENTS, ()], ids=["documents", "one document"])  # in float32

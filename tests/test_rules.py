@@ -35,6 +35,7 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
 REDUCE = "--parallelism.fsdp_reduce_gradients"
 COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
@@ -76,6 +77,9 @@ CASES = [
         "error",
         model=SIX,
     ),
+    Refused("splits", (SPLITS, "2"), "parts of sequences need parallelism.pipeline_parallel_degree of 2", "", ranks=1),
+    Refused("splits", (SPLITS, "2", PP, "2", SCHEDULE, "GPipe"), 'need .*schedule = "1F1B"', ""),
+    Refused("splits", (SPLITS, "2", PP, "2", CP, "2"), "need .*context_parallel_degree = 1", "", ranks=4),
     Refused(
         "reshard",
         (PP, "2", SHARD, "2", LOCAL, "18", MICRO, "3", SCHEDULE, "DualPipeV", RESHARD, "always"),

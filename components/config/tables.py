@@ -148,6 +148,8 @@ class Parallelism:
     """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
     pipeline_parallel_microbatch_size: Sequences = 1
     """Sequences of one micro-batch, the unit that a stage runs; local_batch_size must be a multiple."""
+    pipeline_parallel_sequence_splits: Positive = 1
+    """Equal parts of each sequence that pass through the stages one by one: less idle time, less memory. With 1F1B."""
     pipeline_parallel_layers_per_stage: Positive | None = None
     """Maximum layers of a stage. If unset, a rank has one stage, or two where the schedule needs several."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1

@@ -43,7 +43,11 @@ def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
     kernel = config.model.attention_kernel
     if kernel not in KERNELS:
         return not_among(kernel, KERNELS)
-    if kernel == "auto" or degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
+    if kernel == "auto":
+        return ""
+    if config.parallelism.pipeline_parallel_sequence_splits > 1:
+        return "parts of sequences have kernels of their own; pipeline_parallel_sequence_splits = 1 would do"
+    if degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
         return ""
     return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
 
@@ -100,7 +104,8 @@ RULES = [
     Rule(
         "model.attention_kernel",
         _kernel_misfit,
-        "A step of the ring also needs the log-sum-exp of its logits, which only the ring's own kernels give.",
+        "The ring, and parts of sequences, compute attention in steps, which also need the log-sum-exp of their "
+        "logits: only their own kernels give it.",
     ),
     Rule("compile.backend", compile.backend_misfit, "torch has no such backend."),
     _pipeline(
@@ -121,6 +126,12 @@ RULES = [
         pipeline.micro_batches_misfit,
         "Micro-batches have one size, and the order of a schedule is defined for these numbers of micro-batches: with "
         "another one a rank would wait for a message that nobody sends.",
+    ),
+    Rule(
+        "parallelism.pipeline_parallel_sequence_splits",
+        pipeline.splits_misfit,
+        "Parts pass from stage to stage, in an order of their own, made after 1F1B. It would take orders after other "
+        "schedules, and parts that context parallel ranks share.",
     ),
     _pipeline(
         "fsdp_reshard_after_forward",

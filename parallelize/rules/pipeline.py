@@ -49,6 +49,8 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
     if local % size:
         return f"training.local_batch_size = {local} is no multiple; {near_multiples(local, size)} would be"
     count, schedule = local // size, schedule_of(config.parallelism)
+    if config.parallelism.pipeline_parallel_sequence_splits > 1:
+        return ""  # any number of parts
     lacks = schedule.lacks(count, degrees.pp, number_of_stages(config.parallelism, sizes_of(config).n_layers))
     name = config.parallelism.pipeline_parallel_schedule
     makes = f"training.local_batch_size = {local} makes {count} micro-batches, but {name} needs"
@@ -82,3 +84,16 @@ def turns_misfit(config: JobConfig, degrees: Degrees) -> str:
         f"a pipeline rounds the gradients of weights in bfloat16 after each {local} sequences; {needed} would be one "
         "turn, in micro-batches as small as before"
     )
+
+
+def splits_misfit(config: JobConfig, degrees: Degrees) -> str:
+    parallelism = config.parallelism
+    if parallelism.pipeline_parallel_sequence_splits == 1:
+        return ""
+    needed = {
+        "parallelism.pipeline_parallel_degree of 2 or more": degrees.pp > 1,
+        'parallelism.pipeline_parallel_schedule = "1F1B"': parallelism.pipeline_parallel_schedule == "1F1B",
+        "parallelism.context_parallel_degree = 1": degrees.cp == 1,
+    }
+    missing = [name for name, there in needed.items() if not there]
+    return f"parts of sequences need {', '.join(missing)}" if missing else ""

@@ -37,12 +37,18 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.distributed.tensor.placement_types": "_StridedShard",
     },
     "ring": {
-        "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
-        "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
         "torch.distributed._functional_collectives": "AsyncCollectiveTensor.wait all_gather_single "
         "permute_tensor reduce_scatter_single",
     },
     "ulysses": {"torch.distributed._functional_collectives": "all_to_all_single_autograd"},
+    "attention in steps": {
+        "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
+        "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+    "sequence splits": {
+        "torch.distributed.pipelining.schedules": "_Action.from_str "
+        "_PipelineScheduleRuntime._prepare_schedule_with_comms"
+    },
     "checkpointing per operation": {
         "torch.ops": "_c10d_functional.all_reduce _c10d_functional.all_to_all_single "
         "_c10d_functional.reduce_scatter_tensor aten._scaled_mm aten._scaled_dot_product_cudnn_attention "
@@ -61,7 +67,7 @@ PRIVATE: dict[str, dict[str, str]] = {
 
 def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
     """Whether a layout uses each part of PRIVATE."""
-    checkpointing = config.activation_checkpoint
+    checkpointing, splits = config.activation_checkpoint, config.parallelism.pipeline_parallel_sequence_splits > 1
     return dict.fromkeys(PRIVATE, False) | {
         "every run": True,
         "dry run": config.comm.mode == "fake_backend",
@@ -70,6 +76,8 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         "memory snapshots": config.profiling.enable_memory_snapshot,
         "tensor parallel": degrees.tp > 1,
         config.parallelism.context_parallel_method: degrees.cp > 1,
+        "attention in steps": splits or (degrees.cp > 1 and config.parallelism.context_parallel_method == "ring"),
+        "sequence splits": splits,
         "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
         "compile": config.compile.enable,
         "memory budget": checkpointing.mode == "memory_budget",

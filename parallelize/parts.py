@@ -1,0 +1,143 @@
+"""Micro-batches cut along the sequence: a pipeline passes on parts of sequences (arXiv:2406.03488, arXiv:2102.07988).
+
+A part's queries see its own keys and those of earlier parts, which each attention core keeps. Backward goes through the
+parts of a sequence from the last to the first: what later parts add to a part's gradient is there when its turn comes.
+Shapes are named as in models/layers.py.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from models.attention import AttentionCore, Visibility
+from models.visible import Visible
+from parallelize.steps import AttentionInSteps, Step, step
+
+
+def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
+    """Let the stage take parts of sequences, as PartStage announces them; otherwise sequences are whole, as before."""
+    if splits == 1:
+        return
+    for name, module in list(stage.named_modules()):
+        replacement: AttentionCore | Visibility
+        if isinstance(module, Visibility):
+            replacement = _PartVisibility(splits)
+            replacement.padding = module.padding
+        elif isinstance(module, AttentionCore):
+            replacement = _PartCore()
+        else:
+            continue
+        replacement.kernel = module.kernel
+        stage.set_submodule(name, replacement)
+
+
+def cut_into_parts(tensor: Tensor, micro_batches: int, splits: int) -> Tensor:
+    """(B, S, ...) -> (B x splits, S / splits, ...): the parts of the first micro-batch, then those of the second."""
+    parts = tensor.unflatten(1, (splits, -1)).unflatten(0, (micro_batches, -1))
+    return parts.transpose(1, 2).flatten(0, 2)
+
+
+class PartStage(PipelineStage):
+    """Announces each part to the stage before its forward."""
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        visibility: Any = self.submod.get_submodule("visibility")
+        visibility.number = fwd_chunk_id
+        try:
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        finally:
+            visibility.number = None
+
+
+class _Part(NamedTuple):
+    """What a part's attention needs to know, in visible.made."""
+
+    sequence: int
+    """The number of the micro-batch."""
+    place: int
+    """The number of the part in it."""
+    steps: list[Step | None]
+    """Over the part's own keys, and over those of all earlier parts."""
+
+
+class _PartVisibility(Visibility):
+    """What a part's queries see of the sequence up to the end of the part."""
+
+    def __init__(self, splits: int) -> None:
+        super().__init__()
+        self.splits = splits
+        self.number: int | None = None
+        """Of the part, counted over all micro-batches; None: whole sequences."""
+        self._documents: list[Tensor] = []
+        """Of the sequence's parts so far."""
+
+    def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
+        if self.number is None:
+            return super().forward(positions_BS, document_ids_BS, window)
+        assert window is None, "a step of attention has no window"
+        (sequence, place), length = divmod(self.number, self.splits), positions_BS.shape[1]
+        own = Visible(length, length, positions_BS.device, document_ids_BS)
+        before = Visible(length, place * length, own.device, first=place * length)
+        documents_BT = None
+        if document_ids_BS is not None:
+            self._documents = [*self._documents[:place], document_ids_BS]
+            documents_BT = torch.cat(self._documents, 1)
+            earlier_BT = documents_BT[:, : before.keys]
+            before = replace(before, documents_BT=earlier_BT, own_documents_BS=document_ids_BS)
+        everything = [each for each in (own, before) if each.keys]
+        steps: list[Step | None] = [step(slice(0, length), slice(0, each.keys), each) for each in everything]
+        padding = min(length, max(0, self.padding - (self.splits - 1 - place) * length))
+        whole = Visible(length, length + before.keys, own.device, documents_BT, padding=padding)
+        return replace(whole, made=_Part(sequence, place, steps))
+
+
+class _PartCore(AttentionCore):
+    """Attention of a part's queries over the keys up to the end of the part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Of each sequence whose backward is not done: keys and values (B, G, S, K) of its parts so far."""
+        self.gradients: dict[int, list[Tensor]] = {}
+        """What later parts have added to the gradients (2, B, G, S, K) of these, in float32."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+        part = visible.made
+        if not isinstance(part, _Part):
+            return super().forward(q, k, v, visible)
+        out = AttentionInSteps.apply(q, k, v, part.steps, _Earlier(self, part.sequence, part.place))
+        if self.largest_logit is not None:
+            self.observe(q, torch.cat([keys for keys, _ in self.kept[part.sequence]], dim=2), visible)
+        return out
+
+
+class _Earlier(NamedTuple):
+    """A Source of the keys and values of the earlier parts of a sequence."""
+
+    core: _PartCore
+    sequence: int
+    place: int
+
+    def passed_on(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        earlier = self.core.kept.get(self.sequence, [])[: self.place]
+        self.core.kept[self.sequence] = [*earlier, (k.detach(), v.detach())]
+        yield k, v
+        if earlier:
+            keys, values = zip(*earlier)
+            yield torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+    def brought_home(self, gradients: Iterable[Tensor]) -> Tensor:
+        own, *rest = gradients
+        parts = [*(rest[0].chunk(self.place, dim=3) if rest else ()), own]
+        if self.sequence in self.core.gradients:
+            later = self.core.gradients[self.sequence]
+            parts = [part + more for part, more in zip(parts, later, strict=True)]
+        *self.core.gradients[self.sequence], own = parts
+        self.core.kept[self.sequence].pop()
+        if self.place == 0:
+            del self.core.gradients[self.sequence], self.core.kept[self.sequence]
+        return own

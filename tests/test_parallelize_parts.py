@@ -1,0 +1,114 @@
+"""Sequences that pass through a pipeline in parts: the run of one process, less idle time, fewer activations."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import train
+from components.dry_run import Meter
+from models.llama import FLAVORS
+from parallelize.parts import cut_into_parts
+from parallelize.tables import order_of_parts, simulate
+from parallelize.timeline import actions, idle, most_alive
+from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.test_parallelize_data import UNEVEN_LABELS
+
+PP, SPLITS = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_sequence_splits"
+RUN = ("--training.seq_len", "33", "--training.document_mask", "true", "--metrics.dynamics_freq", "3")
+FULL = ("--activation_checkpoint.mode", "full")
+LAYOUTS = {
+    "pp 2, 2 parts": (2, (PP, "2", SPLITS, "2")),
+    "pp 2, 3 parts, checkpointing": (2, (PP, "2", SPLITS, "3", *FULL)),
+    "pp 2, 5 parts, tp 2": (4, (PP, "2", SPLITS, "5", "--parallelism.tensor_parallel_degree", "2")),
+}
+
+
+@functools.cache
+def one_process() -> Observation:
+    return observe(*RUN, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_parts_are_the_run_of_one_process(layout: str) -> None:
+    """The matrix has parts as an axis; here they divide neither the length nor each other."""
+    ranks, overrides = LAYOUTS[layout]
+    micro_batch = ("--parallelism.pipeline_parallel_microbatch_size", "12")
+    observed = observe(*RUN, *overrides, *micro_batch, ranks=ranks, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_process())
+
+
+FAULTS = {
+    "what later parts add to gradients is lost": ("_Earlier.brought_home", "part + more", "part", "gradient"),
+    "keys of earlier parts forgotten": (
+        "_PartVisibility.forward",
+        "own_documents_BS=document_ids_BS",
+        "own_documents_BS=document_ids_BS + 1",
+        "loss",
+    ),
+    "documents in another order": (
+        "_PartVisibility.forward",
+        "[*self._documents[:place], document_ids_BS]",
+        "[document_ids_BS, *self._documents[:place]]",
+        "loss",
+    ),
+    "parts of one sequence taken for parts of several": (
+        "cut_into_parts",
+        "parts.transpose(1, 2).flatten(0, 2)",
+        "parts.flatten(0, 2)",
+        "loss",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    function, old, new, figure = FAULTS[fault]
+    plant = functools.partial(rewrite, "parallelize.parts", function, old, new)
+    given = (*RUN, PP, "2", SPLITS, "3", "--parallelism.pipeline_parallel_microbatch_size", "12")
+    observed = observe(*given, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert figure in broken_bars(observed, one_process())
+
+
+def test_a_batch_is_cut_by_micro_batch_then_by_part() -> None:
+    cut = cut_into_parts(10 * torch.arange(4)[:, None] + torch.arange(4), micro_batches=2, splits=2)
+    assert cut.tolist() == [[0, 1], [10, 11], [2, 3], [12, 13], [20, 21], [30, 31], [22, 23], [32, 33]]
+
+
+@pytest.mark.parametrize(("pp", "micro_batches", "splits"), [(4, 4, 4), (2, 1, 4), (4, 2, 2), (8, 8, 3)])
+def test_idle_time_and_parts_alive_are_those_of_the_formulas(pp: int, micro_batches: int, splits: int) -> None:
+    boxes = simulate(order_of_parts(pp, micro_batches, splits))
+    assert idle(boxes) == pytest.approx((pp - 1) / (micro_batches * splits))
+    assert most_alive(boxes, 0) == min(micro_batches * splits, pp + splits - 1)
+
+
+def test_idle_time_is_half_of_that_of_whole_sequences() -> None:
+    whole, parts = simulate(actions("1F1B", 4, 4)), simulate(order_of_parts(4, 4, 4))
+    assert idle(parts) <= 0.5 * idle(whole)
+
+
+def count_activations(run: train.Run) -> int:
+    """Of the first rank: bytes at the highest point of a step, over weights, moments and gradients."""
+    batches, moments = train.local_batches(run), [list(state.values()) for state in run.optimizer.state.values()]
+    with Meter(None, [run.parameters, moments]) as memory:
+        before = memory.bytes
+        train.train_step(run, batches, train.valid_tokens(run))
+    return memory.peak - before - 4 * sum(each.numel() for each in run.parameters)
+
+
+def share_key_heads() -> None:
+    """As in models of full size, keys and values are a small part of what a layer keeps."""
+    FLAVORS["deep"] = replace(FLAVORS["deep"], n_kv_heads=1)
+
+
+def test_the_first_rank_keeps_half_of_the_activations() -> None:
+    given = (
+        *("--model.flavor", "deep", "--training.seq_len", "1024", PP, "4"),
+        *("--training.local_batch_size", "4", "--training.global_batch_size", "4"),
+    )
+    whole, parts = (
+        observe(*given, SPLITS, splits, ranks=4, steps=1, mutate=share_key_heads, at_end=count_activations).extra
+        for splits in ("1", "4")
+    )
+    assert parts <= 0.5 * whole, parts / whole
