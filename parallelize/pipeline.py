@@ -18,7 +18,7 @@ from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
 from parallelize.sharding import local_part, poison_if_not_finite
-from parallelize.tables import Step, order_of_parts
+from parallelize.tables import Order, order_of_parts, read_table, written
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -59,16 +59,13 @@ def _passed_on(dim: int, config: JobConfig, degrees: Degrees) -> tuple[Tensor, T
     return tokens, hidden, torch.empty((), device="meta", requires_grad=True)
 
 
-def _by_table(orders: list[list[Step]], stages: list[PipelineStage], options: dict[str, Any]) -> Any:
+def _by_table(orders: Order, stages: list[PipelineStage], options: dict[str, Any]) -> Any:
     """torch's schedule that runs these steps of each rank, with the messages between them."""
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
     schedule = _PipelineScheduleRuntime(stages, **options)
     schedule._prepare_schedule_with_comms(
-        {
-            rank: [_Action.from_str(f"{stage}{kind}{number}") for ((kind, stage, number),) in order]
-            for rank, order in enumerate(orders)
-        }
+        {rank: [_Action.from_str(written(step)) for step in order] for rank, order in enumerate(orders)}
     )
     return schedule
 
@@ -117,6 +114,8 @@ class Pipeline:
         schedule = schedule_of(parallelism)
         if self._splits > 1:
             self._schedule = _by_table(order_of_parts(pp.size(), self.micro_batches, self._splits), parts, options)
+        elif parallelism.pipeline_parallel_schedule_csv:
+            self._schedule = _by_table(read_table(parallelism.pipeline_parallel_schedule_csv), parts, options)
         else:
             self._schedule = schedule.load()(parts[0] if schedule.one_stage else parts, **options)
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from components.config import Parallelism
+from parallelize.tables import read_table
 
 
 def _one_a_stage(count: int, pp: int, stages: int) -> str:
@@ -44,6 +45,7 @@ class Schedule:
         return getattr(import_module(module), name)
 
 
+_MORE_OR_ONE = (1, math.inf)
 _TORCH, _TWO, _MORE = "torch.distributed.pipelining.Schedule", (2, 2), (2, math.inf)
 SCHEDULES = {
     "1F1B": Schedule(f"{_TORCH}1F1B", lacks=_one_a_stage),
@@ -60,15 +62,22 @@ SCHEDULES = {
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:
-    return SCHEDULES[parallelism.pipeline_parallel_schedule]
+    """The row of SCHEDULES, or what a table of actions is."""
+    if not parallelism.pipeline_parallel_schedule_csv:
+        return SCHEDULES[parallelism.pipeline_parallel_schedule]
+    orders = read_table(parallelism.pipeline_parallel_schedule_csv)
+    kinds = {kind for order in orders for step in order for kind, _, _ in step}
+    return Schedule("", _MORE_OR_ONE, splits_backward="W" in kinds)
 
 
 def number_of_stages(parallelism: Parallelism, layers: int) -> int:
-    """Stages of the whole pipeline: those listed, or by layers_per_stage, or the fewest that the schedule takes."""
+    """Stages of the whole pipeline: those listed, or by layers_per_stage, or a table's, or the fewest possible."""
     if parallelism.module_fqns_per_model_part:
         return len(parallelism.module_fqns_per_model_part)
     if parallelism.pipeline_parallel_layers_per_stage:
         return math.ceil(_weight(parallelism, layers) / parallelism.pipeline_parallel_layers_per_stage)
+    if parallelism.pipeline_parallel_schedule_csv:
+        return 1 + max(stage for row in _stages_of_rows(parallelism) for stage in row)
     return parallelism.pipeline_parallel_degree * schedule_of(parallelism).stages_a_rank[0]
 
 
@@ -101,9 +110,16 @@ def modules_of_stages(parallelism: Parallelism, layers: int) -> list[list[str]]:
 
 def stages_of_rank(parallelism: Parallelism, rank: int, stages: int) -> list[int]:
     """Which stages a rank of the pipeline holds."""
+    if parallelism.pipeline_parallel_schedule_csv:
+        return _stages_of_rows(parallelism)[rank]
     if schedule_of(parallelism).v_shaped:
         return [rank, stages - 1 - rank]
     return list(range(rank, stages, parallelism.pipeline_parallel_degree))
+
+
+def _stages_of_rows(parallelism: Parallelism) -> list[list[int]]:
+    orders = read_table(parallelism.pipeline_parallel_schedule_csv)
+    return [sorted({stage for step in order for _, stage, _ in step}) for order in orders]
 
 
 def describe_stages(parallelism: Parallelism, layers: int) -> str:

@@ -1,7 +1,14 @@
-"""Orders of a pipeline's actions as plain data: when each action runs, and an order for parts of sequences."""
+"""Orders of a pipeline's actions as plain data: from a file or made here, what is wrong with one, when actions run."""
 
+import csv
+import re
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from typing import NamedTuple
+
+Order = list[list["Step"]]
+"""The steps of each rank."""
 
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
@@ -20,7 +27,7 @@ class Box(NamedTuple):
     end: int
 
 
-def order_of_parts(pp: int, micro_batches: int, splits: int) -> list[list[Step]]:
+def order_of_parts(pp: int, micro_batches: int, splits: int) -> Order:
     """1F1B with micro-batches cut along the sequence (arXiv:2406.03488): the steps of each rank, one stage a rank.
 
     Part p of micro-batch m is number m * splits + p. Forward goes through the parts of a sequence from the first to the
@@ -38,7 +45,77 @@ def order_of_parts(pp: int, micro_batches: int, splits: int) -> list[list[Step]]
     return orders
 
 
-def simulate(orders: list[list[Step]]) -> list[Box]:
+@cache
+def read_table(path: str) -> Order:
+    """The steps of a file: a row for each rank, as torch writes them; empty cells are idle.
+
+    An action is its stage, kind and micro-batch (0F1); (0F1;3B0)OVERLAP_F_B are two that run as one. Raises ValueError
+    with the row and the cell that are wrong, OSError for a file that cannot be read.
+    """
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    return [
+        [_step(cell.strip(), f"row {row}, cell {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
+        for row, cells in enumerate(rows, 1)
+    ]
+
+
+def _step(cell: str, where: str) -> Step:
+    both = re.fullmatch(r"\((.*);(.*)\)OVERLAP_F_B", cell)
+    actions = [
+        re.fullmatch(r"(\d{1,6})([FIWB])(\d{1,6})", part.strip()) for part in (both.groups() if both else (cell,))
+    ]
+    step = tuple((each[2], int(each[1]), int(each[3])) for each in actions if each)
+    if len(step) < len(actions):
+        raise ValueError(f"{where}: {cell!r} is no action; 0F1 is one: stage 0, kind F, B, I or W, micro-batch 1")
+    return step
+
+
+def written(step: Step) -> str:
+    """As in a file."""
+    actions = [f"{stage}{kind}{number}" for kind, stage, number in step]
+    return actions[0] if len(actions) == 1 else f"({';'.join(actions)})OVERLAP_F_B"
+
+
+def wrong_with(orders: Order, pp: int, micro_batches: int) -> str:
+    """What is wrong with a table for so many ranks and micro-batches, in words; empty if nothing is."""
+    if len(orders) != pp or not all(orders):
+        return f"it has rows for {sum(map(bool, orders))} ranks, not for {pp}"
+    ranks: dict[int, int] = {}
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for rank, order in enumerate(orders):
+        seen: set[tuple[str, int, int]] = set()
+        for kind, stage, number in (action for step in order for action in step):
+            if ranks.setdefault(stage, rank) != rank:
+                return f"stage {stage} is on ranks {ranks[stage]} and {rank}"
+            before = {"B": "F", "I": "F", "W": "I"}.get(kind)
+            if before and (before, stage, number) not in seen:
+                return f"{stage}{kind}{number} comes before {stage}{before}{number}"
+            seen.add((kind, stage, number))
+            counts[kind, stage, number] += 1
+    last = max(ranks)
+    if missing := sorted(set(range(last)) - ranks.keys()):
+        return f"stage {missing[0]} is on no rank"
+    if twice := [action for action, count in counts.items() if count > 1]:
+        return "{1}{0}{2} is there twice".format(*twice[0])
+    for stage in ranks:
+        for number in range(micro_batches):
+            kinds = "".join(kind for kind in "FBIW" if (kind, stage, number) in counts)
+            if kinds not in ("FB", "FIW"):
+                return f"stage {stage}, micro-batch {number}: {kinds or 'no action'} instead of F and B, or F, I and W"
+    if beyond := [number for _, _, number in counts if number >= micro_batches]:
+        return f"micro-batch {min(beyond)} is one too many: there are {micro_batches}, counted from 0"
+    forwards = [number for step in orders[ranks[last]] for kind, stage, number in step if (kind, stage) == ("F", last)]
+    if forwards != sorted(forwards):
+        return f"the last stage, {last}, has to take micro-batches in order"
+    try:
+        simulate(orders)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def simulate(orders: Order) -> list[Box]:
     """When each action runs. Raises ValueError if ranks wait for each other for ever."""
     done: dict[Action, int] = {}
     boxes: list[Box] = []
@@ -56,7 +133,8 @@ def simulate(orders: list[list[Step]]) -> list[Box]:
                 free[rank] = start
                 done |= {("I" if kind == "B" else kind, stage, number): start for kind, stage, number in step}
         if len(boxes) == before:
-            raise ValueError(f"ranks wait for ever, for {[order[0] for order in waiting if order]}")
+            waits = [f"rank {rank} at {written(order[0])}" for rank, order in enumerate(waiting) if order]
+            raise ValueError(f"ranks wait for ever: {', '.join(waits)}")
     return boxes
 
 

@@ -9,7 +9,9 @@ messages take none. A rank does its actions in the schedule's order, each as soo
 import argparse
 import itertools
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,10 +19,10 @@ from torch import nn
 
 from components.config import Parallelism
 from parallelize.schedules import SCHEDULES, stages_of_rank
-from parallelize.tables import Box, Step, order_of_parts, simulate
+from parallelize.tables import Box, Order, Step, order_of_parts, read_table, simulate
 
 
-def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> list[list[Step]]:
+def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> Order:
     """The steps of each rank, in order. Raises ValueError for a number of micro-batches that the schedule refuses.
 
     stages_a_rank counts where the schedule allows more than two.
@@ -79,10 +81,11 @@ _COLOURS = {"F": "#2f6fb5", "B": "#3f9a5b", "I": "#e08a1e", "W": "#8e5aa8"}
 _WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 
 
-def draw(timelines: dict[str, list[Box]], path: Path) -> None:
+def draw(timelines: dict[str, list[Box]], path: Path, parts: Mapping[str, int] = MappingProxyType({})) -> None:
     """A PNG with a panel for each schedule: a row for each rank, time to the right, micro-batches as numbers.
 
-    The unit of time is one forward of all layers of a rank, in every panel; a rank's later stages are paler.
+    The unit of time is one forward of all layers of a rank, in every panel; a rank's later stages are paler. parts: of
+    each sequence, where the numbers are those of parts.
     """
     import matplotlib
 
@@ -91,12 +94,13 @@ def draw(timelines: dict[str, list[Box]], path: Path) -> None:
     from matplotlib.patches import Patch
 
     ranks = 1 + max(box.rank for boxes in timelines.values() for box in boxes)
-    stages = {name: (1 + max(box.stage for box in boxes)) // ranks for name, boxes in timelines.items()}
-    length = max(box.end / stages[name] for name, boxes in timelines.items() for box in boxes)
+    stages = {name: -(-(1 + max(box.stage for box in boxes)) // ranks) for name, boxes in timelines.items()}
+    units = {name: stages[name] * parts.get(name, 1) for name in timelines}
+    length = max(box.end / units[name] for name, boxes in timelines.items() for box in boxes)
     size = (max(10.0, min(0.4 * length, 40.0)), (0.34 * ranks + 0.6) * len(timelines) + 0.5)
     figure, panels = plt.subplots(len(timelines), 1, figsize=size, squeeze=False, facecolor="white", sharex=True)
     for (name, boxes), axes in zip(timelines.items(), panels[:, 0], strict=True):
-        scale = stages[name]
+        scale = units[name]
         for box in boxes:
             start, width = box.start / scale, (box.end - box.start) / scale
             style: dict[str, Any] = {
@@ -105,7 +109,7 @@ def draw(timelines: dict[str, list[Box]], path: Path) -> None:
                 "linewidth": 0.8,
                 "height": 0.86,
             }
-            axes.barh(box.rank, width, left=start, alpha=1 - 0.5 * (box.stage // ranks) / scale, **style)
+            axes.barh(box.rank, width, left=start, alpha=1 - 0.5 * (box.stage // ranks) / stages[name], **style)
             middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
             axes.text(start + width / 2, box.rank, str(box.micro_batch), **middle)
         alive = ", ".join(f"{most_alive(boxes, rank) / scale:g}" for rank in range(ranks))
@@ -125,26 +129,32 @@ def draw(timelines: dict[str, list[Box]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("schedules", nargs="+", choices=SCHEDULES, metavar="schedule", help=", ".join(SCHEDULES))
+    parser.add_argument("schedules", nargs="+", metavar="schedule", help=f"{', '.join(SCHEDULES)}, or a .csv")
     parser.add_argument("--pp", type=int, default=4, help="ranks of the pipeline (default 4)")
     parser.add_argument("--microbatches", type=int, default=8, help="default 8")
-    parser.add_argument("--splits", type=int, default=1, help="parts of each sequence, with 1F1B (1)")
+    parser.add_argument("--splits", type=int, default=1, help="also 1F1B with sequences in so many parts")
     parser.add_argument("--stages", type=int, default=2, help="of a rank, where the schedule has more than one (2)")
     parser.add_argument("--output", type=Path, default=Path("schedules.png"))
     options = parser.parse_args()
-    timelines = {}
+    timelines: dict[str, list[Box]] = {}
+    units: dict[str, int] = {}
     for name in options.schedules:
         try:
-            found = actions(name, options.pp, options.microbatches, options.stages)
-            if options.splits > 1 and name == "1F1B":
-                timelines[f"1F1B, sequences in {options.splits} parts"] = simulate(
-                    order_of_parts(options.pp, options.microbatches, options.splits)
-                )
-            timelines[name] = simulate(found)
-        except (ValueError, AssertionError) as error:
+            if name.endswith(".csv"):
+                timelines[name] = simulate(read_table(name))
+            elif name not in SCHEDULES:
+                parser.error(f"{name}: not one of {', '.join(SCHEDULES)}, and no .csv")
+            else:
+                timelines[name] = simulate(actions(name, options.pp, options.microbatches, options.stages))
+        except (OSError, ValueError, AssertionError) as error:
             parser.error(f"{name}: {error}")
-        print(f"{name}: idle {idle(timelines[name]):.1%} of working time")
-    draw(timelines, options.output)
+    if options.splits > 1:
+        name = f"1F1B, sequences in {options.splits} parts"
+        timelines[name] = simulate(order_of_parts(options.pp, options.microbatches, options.splits))
+        units[name] = options.splits
+    for name, boxes in timelines.items():
+        print(f"{name}: idle {idle(boxes):.1%} of working time")
+    draw(timelines, options.output, units)
     print(f"drawn in {options.output}")
 
 

@@ -18,6 +18,7 @@ ORDER = (
     "apply_float8",
     "apply_tensor_parallel",
     "apply_context_parallel",
+    "apply_sequence_splits",
     "apply_compile",
     "apply_activation_checkpoint",
     "apply_data_parallel",

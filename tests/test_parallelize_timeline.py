@@ -62,14 +62,18 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_command_draws_a_picture(tmp_path: Path) -> None:
-    done = run(tmp_path, "1F1B", "DualPipeV", "--pp", "2", "--microbatches", "6")
+    (tmp_path / "a table.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    named = ("1F1B", "DualPipeV", str(tmp_path / "a table.csv"))
+    done = run(tmp_path, *named, "--pp", "2", "--microbatches", "6", "--splits", "2")
     assert done.returncode == 0, done.stderr
+    assert "a table.csv: idle 100.0% of working time" in done.stdout
+    assert "1F1B, sequences in 2 parts: idle 8.3% of working time" in done.stdout
     assert "1F1B: idle 16.7% of working time" in done.stdout
     assert (tmp_path / "drawn here.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("words", "says"), [(("1F1B", "--pp", "4", "--microbatches", "2"), "greater than"), (("1F1b",), "invalid choice")]
+    ("words", "says"), [(("1F1B", "--pp", "4", "--microbatches", "2"), "greater than"), (("1F1b",), "not one of 1F1B")]
 )
 def test_what_a_schedule_does_not_take_is_said(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
     done = run(tmp_path, *words)

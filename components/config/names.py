@@ -55,9 +55,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "model.print_after_conversion": Unavailable(False, _NOT_YET),
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
-    "parallelism.pipeline_parallel_schedule_csv": Unavailable(
-        "", "a schedule of your own is a row of parallelize/schedules.py (docs/extend.md)"
-    ),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
     "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
     "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),

@@ -146,6 +146,8 @@ class Parallelism:
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
     """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
+    pipeline_parallel_schedule_csv: str = ""
+    """A file with a schedule of your own, in torch's form: a row of actions (0F1, 0B1, 0I1, 0W1) for each rank."""
     pipeline_parallel_microbatch_size: Sequences = 1
     """Sequences of one micro-batch, the unit that a stage runs; local_batch_size must be a multiple."""
     pipeline_parallel_sequence_splits: Positive = 1

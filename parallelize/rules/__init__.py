@@ -255,6 +255,8 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
     check_model(config)
     if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
         raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", not_among(schedule, SCHEDULES)))
+    if wrong := pipeline.table_misfit(config, degrees):  # the other rules read the table
+        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule_csv", wrong))
     if broken := list(broken_rules(config, degrees)):
         raise ConfigError(broken)
 

@@ -1,18 +1,37 @@
 """Rules on pipelines: each function gives the reason why a pipeline is refused, or an empty string."""
 
-from components.config import JobConfig
+from components.config import JobConfig, Parallelism
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
 from parallelize.schedules import layers_of_stages, number_of_stages, schedule_of
+from parallelize.tables import read_table, wrong_with
+
+
+def table_misfit(config: JobConfig, degrees: Degrees) -> str:
+    """Also without a pipeline: the file is read by other rules."""
+    parallelism, training = config.parallelism, config.training
+    path = parallelism.pipeline_parallel_schedule_csv
+    if not path:
+        return ""
+    if degrees.pp == 1 or parallelism.pipeline_parallel_schedule != Parallelism().pipeline_parallel_schedule:
+        return "it is the schedule of a pipeline: it needs pipeline_parallel_degree, and no pipeline_parallel_schedule"
+    try:
+        orders = read_table(path)
+    except (OSError, ValueError) as error:
+        return f"cannot be read: {error}"
+    return wrong_with(orders, degrees.pp, training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
 
 
 def stages_misfit(config: JobConfig, degrees: Degrees) -> str:
-    pp, (least, most) = degrees.pp, schedule_of(config.parallelism).stages_a_rank
+    keys = "pipeline_parallel_layers_per_stage, module_fqns_per_model_part"
     stages = number_of_stages(config.parallelism, sizes_of(config).n_layers)
+    if path := config.parallelism.pipeline_parallel_schedule_csv:
+        count = 1 + max(stage for order in read_table(path) for step in order for _, stage, _ in step)
+        return "" if stages == count else f"{path} has {count} stages, not {stages} ({keys})"
+    pp, (least, most) = degrees.pp, schedule_of(config.parallelism).stages_a_rank
     if stages % pp == 0 and least <= stages // pp <= most:
         return ""
     wanted = f"{least * pp}" if least == most else f"{least * pp}, {(least + 1) * pp}, ..."
-    keys = "pipeline_parallel_layers_per_stage, module_fqns_per_model_part"
     return f"on {pp} ranks it needs {wanted} stages, not {stages} ({keys})"
 
 
@@ -93,6 +112,7 @@ def splits_misfit(config: JobConfig, degrees: Degrees) -> str:
     needed = {
         "parallelism.pipeline_parallel_degree of 2 or more": degrees.pp > 1,
         'parallelism.pipeline_parallel_schedule = "1F1B"': parallelism.pipeline_parallel_schedule == "1F1B",
+        "no parallelism.pipeline_parallel_schedule_csv": not parallelism.pipeline_parallel_schedule_csv,
         "parallelism.context_parallel_degree = 1": degrees.cp == 1,
     }
     missing = [name for name, there in needed.items() if not there]
