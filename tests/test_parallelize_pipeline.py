@@ -91,8 +91,8 @@ FAULTS = {
     "gradients divided by the number of micro-batches": (
         "parallelize.pipeline",
         "Pipeline.__init__",
-        "scale_grads=False",
-        "scale_grads=True",
+        '"scale_grads": False',
+        '"scale_grads": True',
     ),
     "divided after backward": (
         "parallelize.pipeline",

@@ -55,7 +55,7 @@ FAULTS = (
     Fault("gradients averaged over context parallel ranks", "cp 2", "parallelize.data", "apply_data_parallel",
           "divide_factor(1.0)", "divide_factor(2.0)"),
     Fault("gradients averaged over a pipeline's micro-batches", "pp 2", "parallelize.pipeline", "Pipeline.__init__",
-          "scale_grads=False", "scale_grads=True"),
+          '"scale_grads": False', '"scale_grads": True'),
     Fault("one layer's norm not reduced over tp", "tp 2", "parallelize.sharding", "align_gradients",
           "gradient.redistribute(placements=parameter.placements)", _OWN_NORM),
     Fault("positions not shuffled with their tokens", "cp 2", "parallelize.context", "shard_sequence",
