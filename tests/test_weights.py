@@ -73,8 +73,6 @@ def export(run: train.Run, checkpoint: Path, target: Path) -> list[str]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_import_and_export_keep_every_byte(folder: Path, layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
-    if "--parallelism.pipeline_parallel_degree" in words and "long" not in folder.name:
-        pytest.skip("too few layers for a pipeline")
     target = tmp_path / "exported"
     observe(
         *start_from(folder, *words),
