@@ -14,10 +14,11 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from components.config import ActivationCheckpoint
 
 
-def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) -> None:
+def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint, splits_backward: bool) -> None:
     """Wrap every layer (full) or every n-th; with "op" every layer, whose costly operations keep their results.
 
-    With a memory budget the compiler chooses what a layer keeps, when its first forward compiles it.
+    With a memory budget the compiler chooses what a layer keeps, when its first forward compiles it. splits_backward:
+    gradients of inputs and of weights are computed apart.
     """
     if config.mode == "memory_budget":
         from torch._functorch import config as functorch
@@ -30,7 +31,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint) 
     every = int(config.selective_ac_option) if config.mode == "selective" and not per_op else 1
     passed_on = ("preserve_rng_state", "determinism_check", "early_stop", "debug")
     options: dict[str, Any] = {name: getattr(config, name) for name in passed_on}
-    options |= {"context_fn": _keep_costly_results} if per_op else {}
+    options |= {"context_fn": partial(_keep_costly_results, splits_backward)} if per_op else {}
     for number, layer in model.get_submodule("layers").named_children():
         # Layers are numbered over the whole model, so that pipeline stages checkpoint the same ones.
         if int(number) % every == 0:
@@ -60,7 +61,14 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
     return kept if isinstance(kept, Tensor) else kept[1].to(kept[0], non_blocking=True)
 
 
-def _keep_costly_results() -> Any:
+class _ForTwoBackwards(dict[int, Any]):
+    """Kept results of an operation, which torch marks as used when a backward has computed the layer again."""
+
+    def __setitem__(self, index: int, result: Any) -> None:
+        self.setdefault(index, result)
+
+
+def _keep_costly_results(splits_backward: bool) -> Any:
     """Contexts of one forward and its recomputation: every second product is computed again, attention is not."""
     products = {False: 0, True: 0}
 
@@ -71,7 +79,10 @@ def _keep_costly_results() -> Any:
             kept = products[context.is_recompute] % 2 == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    if splits_backward:
+        contexts[0].storage.default_factory = _ForTwoBackwards  # of both contexts
+    return contexts
 
 
 _aten = torch.ops.aten

@@ -6,7 +6,7 @@ from torch import nn
 from components.config import Compile, Parallelism
 from models.attention import AttentionCore
 from parallelize.mesh import Mesh
-from parallelize.schedules import schedule_of
+from parallelize.schedules import splits_backward
 
 
 def _leave_out_attention(model: nn.Module) -> None:
@@ -27,8 +27,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
     from torch._functorch import config as functorch
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
-    splits = mesh["pp"].size() > 1 and schedule_of(parallelism).splits_backward
-    functorch.donated_buffer = not splits
+    functorch.donated_buffer = not splits_backward(parallelism)
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
             # inductor cuts matrix products and collectives into pieces that overlap. Never run: it needs several GPUs.

@@ -26,6 +26,7 @@ from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
 from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
+from parallelize.schedules import splits_backward
 from parallelize.tensor import apply_tensor_parallel
 
 
@@ -43,7 +44,7 @@ def parallelize(
         apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
         apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)
         apply_compile(stage, mesh, config.compile, config.parallelism)
-        apply_activation_checkpoint(stage, config.activation_checkpoint)
+        apply_activation_checkpoint(stage, config.activation_checkpoint, splits_backward(config.parallelism))
         apply_data_parallel(stage, shards, config.training, config.parallelism)
         assert _trained(stage) == trained, "a layout has changed a parameter's name, or whether it is trained"
     return stages

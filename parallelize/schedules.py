@@ -70,6 +70,11 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
     return Schedule("", _MORE_OR_ONE, splits_backward="W" in kinds)
 
 
+def splits_backward(parallelism: Parallelism) -> bool:
+    """Whether a pipeline computes gradients of inputs and of weights apart."""
+    return parallelism.pipeline_parallel_degree > 1 and schedule_of(parallelism).splits_backward
+
+
 def number_of_stages(parallelism: Parallelism, layers: int) -> int:
     """Stages of the whole pipeline: those listed, or by layers_per_stage, or a table's, or the fewest possible."""
     if parallelism.module_fqns_per_model_part:

@@ -42,11 +42,18 @@ def without(layout: str) -> Observation:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_bit_changes(layout: str, mode: str) -> None:
-    if (layout, mode) == ("pp 2 zero bubble", "per operation"):
-        pytest.skip("refused: tests/test_rules.py")
     ranks, overrides = LAYOUTS[layout]
     observed = observe(*overrides, *MODES[mode], ranks=ranks, steps=3, valid_labels=UNEVEN_LABELS)
     assert not any(figures(observed, without(layout)).values())
+
+
+def test_results_kept_for_one_backward_are_not_there_for_a_second() -> None:
+    ranks, overrides = LAYOUTS["pp 2 zero bubble"]
+    forget = functools.partial(
+        rewrite, "parallelize.activation", "_keep_costly_results", "if splits_backward:", "if 0:"
+    )
+    with pytest.raises(RuntimeError, match="backward an extra time"):
+        observe(*overrides, *PER_OPERATION, ranks=ranks, steps=1, mutate=forget)
 
 
 @pytest.mark.parametrize("mode", ["none", *MODES])

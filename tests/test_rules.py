@@ -109,13 +109,6 @@ CASES = [
         Refused("memory budget", (*BUDGET, *more), "the compiler keeps to the budget: it needs", "", ranks=1)
         for more in ((), (*COMPILE, "--compile.components", '["loss"]'), (*COMPILE, "--compile.backend", "eager"))
     ),
-    Refused(
-        "checkpointing per operation",
-        (*OP, PP, "2", MICRO, "6", SCHEDULE, "ZBVZeroBubble"),
-        "ZBVZeroBubble goes backward twice",
-        "error",
-        model=SIX,
-    ),
     Refused("async tensor parallel", (ASYNC, "true"), "it needs parallelism.tensor_parallel_degree of 2 or", "", 1),
     Refused("async tensor parallel", (ASYNC, "true", TP, "2"), "it needs compile.enable = true", ""),
     Refused(

@@ -87,8 +87,7 @@ RULES = [
         "activation_checkpoint.selective_ac_option",
         compile.per_op_misfit,
         "torch keeps results of single operations where Python calls these operations, which it does not inside a "
-        "compiled layer; a memory budget is the compiler's own way. Where a schedule goes backward twice, torch drops "
-        "what it kept after the first time; it would take keeping results until both backwards are done.",
+        "compiled layer; a memory budget is the compiler's own way.",
     ),
     Rule(
         "parallelism.enable_async_tensor_parallel",

@@ -3,7 +3,6 @@
 from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import not_among
-from parallelize.schedules import schedule_of
 
 
 def compiles_layers(config: JobConfig) -> bool:
@@ -11,18 +10,13 @@ def compiles_layers(config: JobConfig) -> bool:
 
 
 def per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
-    checkpointing, parallelism = config.activation_checkpoint, config.parallelism
+    checkpointing = config.activation_checkpoint
     if checkpointing.mode != "selective" or checkpointing.selective_ac_option != "op":
         return ""
     if compiles_layers(config):
         return (
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
             'an error; mode = "memory_budget", or a number of layers, as "2", would do'
-        )
-    if degrees.pp > 1 and schedule_of(parallelism).splits_backward:
-        return (
-            f"{parallelism.pipeline_parallel_schedule} goes backward twice, for inputs and for weights, and what "
-            'was kept is there for one; a number of layers, as "2", or mode = "full" would do'
         )
     return ""
 
