@@ -12,8 +12,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
+from components import guards
 from components.guards import Spikes
 from components.launch.exit_codes import ExitCode
+from parallelize.groups import gather
 from tests.harness import Observation, broken_bars, observe, rewrite, whole_weights
 
 ALONE = ("--parallelism.data_parallel_shard_degree", "1")
@@ -77,6 +79,19 @@ def test_too_many_skipped_steps_end_the_run_with_what_each_rank_saw(layout: str,
         assert hashes(batch["tokens"], batch["labels"]) == healthy.sequences["8"][rank * 18 : rank * 18 + 18]
     weights = observe(*LAYOUTS[layout], ranks=2, steps=4).weights
     assert all(torch.equal(left[name], weight) for name, weight in weights.items())
+
+
+def named_norms(run: train.Run) -> list[dict[str, float]]:
+    """Of each rank, as they are written out."""
+    assert run.guards.last
+    return gather(guards._numbers(run.guards.last, run.stages)["own_grad_norms"])
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_norms_that_are_written_out_have_a_tied_table_once(schedule: str) -> None:
+    layout = (*LAYOUTS["pp 2"], "--model.flavor", "long_tied", "--parallelism.pipeline_parallel_schedule", schedule)
+    observed = observe(*layout, ranks=2, steps=1, at_end=named_norms)
+    assert sorted(name for norms in observed.extra for name in norms) == sorted(observed.weights)
 
 
 def hashes(tokens: torch.Tensor, labels: torch.Tensor) -> list[str]:

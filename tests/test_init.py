@@ -7,6 +7,7 @@ from torch import nn
 from components import counter_hash
 from components.counter_hash import key_of
 from components.state.init import _normal, initialize_weights
+from models import meta_model
 
 
 def fill(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -23,6 +24,13 @@ def test_numbers_are_standard_normal_and_independent() -> None:
     assert numbers.abs().max() < 5.2
     for lag in (1, 2, 64, 4096):
         assert abs((numbers[lag:] * numbers[:-lag]).mean()) < 2e-3, lag
+
+
+def test_a_model_in_bfloat16_leaves_the_default_as_it_was() -> None:
+    assert {parameter.dtype for parameter in meta_model("llama", "debug", dtype="bfloat16").parameters()} == {
+        torch.bfloat16
+    }
+    assert torch.get_default_dtype() == torch.float32
 
 
 def test_offloaded_weights_are_computed_on_the_device_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
