@@ -66,7 +66,8 @@ def test_a_run_adds_its_results_and_a_resumed_one_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a folder" / "results.jsonl"
-    monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), layout(cp="2", document_mask="true")])
+    refused = layout(dp="fsdp 2", reshard="always", pp="2", schedule="ZBVZeroBubble")
+    monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), refused])
     assert matrix.main(["--results", str(path)]) == 0
     assert [each["verdict"] for each in composition.read(path)] == ["refused", "proven"]
     capsys.readouterr()

@@ -160,6 +160,14 @@ CASES = [
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 3, "dim": 96},
     ),
+    Refused(
+        "ulysses",
+        (TP, "2", CP, "2", METHOD, "ulysses"),
+        "3 heads and 1 key/value heads.* context_parallel_degree = 1 would do",
+        "",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 1, "dim": 96},
+    ),
     Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
 ]  # fmt: skip
 
