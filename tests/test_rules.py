@@ -242,6 +242,11 @@ def test_what_would_happen_without_the_rule(case: Refused) -> None:
     assert case.without in broken_bars(observed, reference)
 
 
+def test_one_reduction_of_gradients_in_bfloat16_is_accepted() -> None:
+    config = config_of(*SMALL, *BFLOAT16, SHARD, "2", LOCAL, "18", REDUCE, "each")
+    check_layout(config, resolve_degrees(config, 2))
+
+
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
     config = config_of("--training.local_batch_size", "2", "--training.global_batch_size", "30")
     with pytest.raises(ConfigError, match="24 or 32 would be"):
