@@ -16,7 +16,10 @@ from tests.harness import Observation, broken_bars, observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS
 
 PP, SPLITS = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_sequence_splits"
-RUN = ("--training.seq_len", "33", "--training.document_mask", "true", "--metrics.dynamics_freq", "3")
+RUN = (
+    *("--training.seq_len", "33", "--training.document_mask", "true", "--metrics.dynamics_freq", "3"),
+    *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # whole sequences, between parts
+)
 FULL = ("--activation_checkpoint.mode", "full")
 LAYOUTS = {
     "pp 2, 2 parts": (2, (PP, "2", SPLITS, "2")),
