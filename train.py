@@ -321,7 +321,7 @@ def main(argv: list[str]) -> int:
     resume(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
-    batches = run.pipeline.micro_batches if run.pipeline else run.accumulation_steps
+    batches = run.pipeline.passes if run.pipeline else run.accumulation_steps
     print_on_rank_0(introduce(config, run.degrees, run.stages, batches))
     try:
         with stop.saving(), HangWatch(run.mesh):

@@ -79,7 +79,10 @@ class _PartVisibility(Visibility):
         if self.number is None:
             return super().forward(positions_BS, document_ids_BS, window)
         assert window is None, "a step of attention has no window"
-        (sequence, place), length = divmod(self.number, self.splits), positions_BS.shape[1]
+        return self._of_part(self.number, positions_BS, document_ids_BS)
+
+    def _of_part(self, number: int, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Visible:
+        (sequence, place), length = divmod(number, self.splits), positions_BS.shape[1]
         own = Visible(length, length, positions_BS.device, document_ids_BS)
         before = Visible(length, place * length, own.device, first=place * length)
         documents_BT = None

@@ -85,9 +85,11 @@ class Pipeline:
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        """In one call of forward_backward."""
+        """In one call of forward_backward, each of all parts of its sequences."""
         self._splits = parallelism.pipeline_parallel_sequence_splits
-        """Parts of each sequence: the schedule's micro-batches."""
+        """Parts of each sequence."""
+        self.passes = self.micro_batches * self._splits
+        """Forward passes of a stage in one call of forward_backward: what a schedule calls its micro-batches."""
         tokens, hidden, loss = _passed_on(dim, config, mesh.degrees)
         self._valid = 1
         stage_class = PipelineStage if self._splits == 1 else PartStage
@@ -105,7 +107,7 @@ class Pipeline:
             for number, module in self._modules.items()
         ]
         options: dict[str, Any] = {
-            "n_microbatches": self.micro_batches * self._splits,
+            "n_microbatches": self.passes,
             # The last stage gives the summed loss.
             "loss_fn": lambda loss, _: poison_if_not_finite(loss / self._valid),
             "scale_grads": False,  # torch would divide by the number of micro-batches

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from components.config import Parallelism
-from parallelize.tables import read_table
+from parallelize.tables import read_table, stages_of_table
 
 
 def _one_a_stage(count: int, pp: int, stages: int) -> str:
@@ -70,6 +70,10 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
     return Schedule("", _MORE_OR_ONE, splits_backward="W" in kinds)
 
 
+def name_of_schedule(parallelism: Parallelism) -> str:
+    return parallelism.pipeline_parallel_schedule_csv or parallelism.pipeline_parallel_schedule
+
+
 def splits_backward(parallelism: Parallelism) -> bool:
     """Whether a pipeline computes gradients of inputs and of weights apart."""
     return parallelism.pipeline_parallel_degree > 1 and schedule_of(parallelism).splits_backward
@@ -82,7 +86,7 @@ def number_of_stages(parallelism: Parallelism, layers: int) -> int:
     if parallelism.pipeline_parallel_layers_per_stage:
         return math.ceil(_weight(parallelism, layers) / parallelism.pipeline_parallel_layers_per_stage)
     if parallelism.pipeline_parallel_schedule_csv:
-        return 1 + max(stage for row in _stages_of_rows(parallelism) for stage in row)
+        return 1 + max(stage for row in stages_of_table(parallelism.pipeline_parallel_schedule_csv) for stage in row)
     return parallelism.pipeline_parallel_degree * schedule_of(parallelism).stages_a_rank[0]
 
 
@@ -116,15 +120,10 @@ def modules_of_stages(parallelism: Parallelism, layers: int) -> list[list[str]]:
 def stages_of_rank(parallelism: Parallelism, rank: int, stages: int) -> list[int]:
     """Which stages a rank of the pipeline holds."""
     if parallelism.pipeline_parallel_schedule_csv:
-        return _stages_of_rows(parallelism)[rank]
+        return stages_of_table(parallelism.pipeline_parallel_schedule_csv)[rank]
     if schedule_of(parallelism).v_shaped:
         return [rank, stages - 1 - rank]
     return list(range(rank, stages, parallelism.pipeline_parallel_degree))
-
-
-def _stages_of_rows(parallelism: Parallelism) -> list[list[int]]:
-    orders = read_table(parallelism.pipeline_parallel_schedule_csv)
-    return [sorted({stage for step in order for _, stage, _ in step}) for order in orders]
 
 
 def describe_stages(parallelism: Parallelism, layers: int) -> str:

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 Order = list[list["Step"]]
@@ -47,17 +48,28 @@ def order_of_parts(pp: int, micro_batches: int, splits: int) -> Order:
 
 @cache
 def read_table(path: str) -> Order:
-    """The steps of a file: a row for each rank, as torch writes them; empty cells are idle.
+    """The steps of a file: a row for each rank, as torch writes them; empty cells are idle, empty rows are left out.
 
     An action is its stage, kind and micro-batch (0F1); (0F1;3B0)OVERLAP_F_B are two that run as one. Raises ValueError
     with the row and the cell that are wrong, OSError for a file that cannot be read.
     """
-    with open(path, newline="", encoding="utf-8") as file:
-        rows = list(csv.reader(file))
-    return [
+    file = Path(path).expanduser()
+    if file.exists() and not file.is_file():
+        raise ValueError("it is no file")
+    try:
+        rows = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))
+    except csv.Error as error:
+        raise ValueError(str(error)) from None
+    found = [
         [_step(cell.strip(), f"row {row}, cell {column}") for column, cell in enumerate(cells, 1) if cell.strip()]
         for row, cells in enumerate(rows, 1)
     ]
+    return [order for order in found if order]
+
+
+def stages_of_table(path: str) -> list[list[int]]:
+    """Of each rank."""
+    return [sorted({stage for step in order for _, stage, _ in step}) for order in read_table(path)]
 
 
 def _step(cell: str, where: str) -> Step:
@@ -67,7 +79,7 @@ def _step(cell: str, where: str) -> Step:
     ]
     step = tuple((each[2], int(each[1]), int(each[3])) for each in actions if each)
     if len(step) < len(actions):
-        raise ValueError(f"{where}: {cell!r} is no action; 0F1 is one: stage 0, kind F, B, I or W, micro-batch 1")
+        raise ValueError(f"{where}: {cell[:40]!r} is no action; 0F1 is one: stage 0, kind F, B, I or W, micro-batch 1")
     return step
 
 
@@ -79,8 +91,8 @@ def written(step: Step) -> str:
 
 def wrong_with(orders: Order, pp: int, micro_batches: int) -> str:
     """What is wrong with a table for so many ranks and micro-batches, in words; empty if nothing is."""
-    if len(orders) != pp or not all(orders):
-        return f"it has rows for {sum(map(bool, orders))} ranks, not for {pp}"
+    if len(orders) != pp:
+        return f"it has rows for {len(orders)} ranks, not for {pp}"
     ranks: dict[int, int] = {}
     counts: Counter[tuple[str, int, int]] = Counter()
     for rank, order in enumerate(orders):

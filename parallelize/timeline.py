@@ -141,7 +141,7 @@ def main() -> None:
     for name in options.schedules:
         try:
             if name.endswith(".csv"):
-                timelines[name] = simulate(read_table(name))
+                timelines[name] = simulate(read_table(name) or parser.error(f"{name}: no action"))
             elif name not in SCHEDULES:
                 parser.error(f"{name}: not one of {', '.join(SCHEDULES)}, and no .csv")
             else:

@@ -45,13 +45,13 @@ def test_parts_are_the_run_of_one_process(layout: str) -> None:
 FAULTS = {
     "what later parts add to gradients is lost": ("_Earlier.brought_home", "part + more", "part", "gradient"),
     "keys of earlier parts forgotten": (
-        "_PartVisibility.forward",
+        "_PartVisibility._of_part",
         "own_documents_BS=document_ids_BS",
         "own_documents_BS=document_ids_BS + 1",
         "loss",
     ),
     "documents in another order": (
-        "_PartVisibility.forward",
+        "_PartVisibility._of_part",
         "[*self._documents[:place], document_ids_BS]",
         "[document_ids_BS, *self._documents[:place]]",
         "loss",

@@ -1,5 +1,6 @@
 """Schedules from a file: torch's own as tables are the run of one process; a wrong table is refused before launch."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,7 @@ WRONG = {
         RIGHT.replace("0F0,0F1,0B0,", "0F0,0B0,0F1,").replace("1F0,1B0,1F1", "1F0,1F1,1B0"),
         "wait for ever: rank 0 at 0B0, rank 1 at 1F1",
     ),
+    "a cell without end": ("0" * 200_000, "cannot be read: field larger than"),
     "not text": ("0F0\x00", "cannot be read: "),
 }
 
@@ -89,12 +91,25 @@ def test_a_wrong_table_is_refused_with_what_is_wrong(name: str, tmp_path: Path) 
     assert says in message
 
 
+def test_a_table_as_other_programs_write_it_is_read(tmp_path: Path) -> None:
+    """A byte order mark, quotes, carriage returns, and rows without cells."""
+    table = tmp_path / "table.csv"
+    table.write_bytes(b"\xef\xbb\xbf" + RIGHT.replace("0F1", '"0F1"').replace("\n", "\r\n\r\n,,\r\n").encode())
+    check(str(table))
+
+
 def test_what_does_not_go_with_a_table_is_refused(tmp_path: Path) -> None:
     table = tmp_path / "table.csv"
     table.write_text(RIGHT)
     with pytest.raises(ConfigError, match=r"cannot be read: .*No such file"):
         check(str(tmp_path / "nowhere.csv"))
-    with pytest.raises(ConfigError, match="and no pipeline_parallel_schedule"):
+    os.mkfifo(tmp_path / "a pipe")
+    for name in ("a pipe", "."):
+        with pytest.raises(ConfigError, match="cannot be read: it is no file"):
+            check(str(tmp_path / name))
+    with pytest.raises(ConfigError, match="local_batch_size = 2 is no multiple"):
+        check(str(table), "--parallelism.pipeline_parallel_microbatch_size", "4")
+    with pytest.raises(ConfigError, match="no other schedule in pipeline_parallel_schedule"):
         check(str(table), "--parallelism.pipeline_parallel_schedule", "GPipe")
     with pytest.raises(ConfigError, match="has 2 stages, not 5"):
         check(str(table), "--parallelism.pipeline_parallel_layers_per_stage", "1")

@@ -77,6 +77,7 @@ CASES = [
         "error",
         model=SIX,
     ),
+    Refused("splits", (SPLITS, "33", PP, "2"), "sequences have 32 tokens; 32 parts or fewer would do", "", ranks=2),
     Refused("splits", (SPLITS, "2"), "parts of sequences need parallelism.pipeline_parallel_degree of 2", "", ranks=1),
     Refused("splits", (SPLITS, "2", PP, "2", SCHEDULE, "GPipe"), 'need .*schedule = "1F1B"', ""),
     Refused("splits", (SPLITS, "2", PP, "2", CP, "2"), "need .*context_parallel_degree = 1", "", ranks=4),
@@ -328,8 +329,9 @@ def test_tensor_parallel_over_nodes_is_warned_of() -> None:
 def test_a_pipeline_that_is_mostly_idle_is_warned_of() -> None:
     config = config_of(PP, "4", LOCAL, "2")
     assert "2 micro-batches leave 4 pipeline ranks idle" in warnings(config, resolve_degrees(config, 4), 4)[0]
-    config = config_of(PP, "4", LOCAL, "4")
-    assert warnings(config, resolve_degrees(config, 4), 4) == []
+    for enough in ((LOCAL, "4"), (LOCAL, "2", SPLITS, "2")):
+        config = config_of(PP, "4", *enough)
+        assert warnings(config, resolve_degrees(config, 4), 4) == []
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[s
             "rank, so that numbers depend on the layout; rowwise_with_gw_hp does not"
         )
     micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
-    if micro_batches < degrees.pp:
+    if micro_batches * config.parallelism.pipeline_parallel_sequence_splits < degrees.pp:
         found.append(
             f"training.local_batch_size = {config.training.local_batch_size}: {micro_batches} micro-batches leave "
             f"{degrees.pp} pipeline ranks idle for most of the time; several times as many keep them busy"

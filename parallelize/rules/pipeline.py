@@ -1,32 +1,36 @@
 """Rules on pipelines: each function gives the reason why a pipeline is refused, or an empty string."""
 
-from components.config import JobConfig, Parallelism
+from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
-from parallelize.schedules import layers_of_stages, number_of_stages, schedule_of
-from parallelize.tables import read_table, wrong_with
+from parallelize.schedules import layers_of_stages, name_of_schedule, number_of_stages, schedule_of
+from parallelize.tables import read_table, stages_of_table, wrong_with
 
 
 def table_misfit(config: JobConfig, degrees: Degrees) -> str:
     """Also without a pipeline: the file is read by other rules."""
-    parallelism, training = config.parallelism, config.training
-    path = parallelism.pipeline_parallel_schedule_csv
-    if not path:
+    parallelism = config.parallelism
+    if not parallelism.pipeline_parallel_schedule_csv:
         return ""
-    if degrees.pp == 1 or parallelism.pipeline_parallel_schedule != Parallelism().pipeline_parallel_schedule:
-        return "it is the schedule of a pipeline: it needs pipeline_parallel_degree, and no pipeline_parallel_schedule"
+    needed = {
+        "parallelism.pipeline_parallel_degree of 2 or more": degrees.pp > 1,
+        "no other schedule in pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule == "1F1B",
+    }
+    if missing := [name for name, there in needed.items() if not there]:
+        return f"a table of actions needs {', '.join(missing)}"
     try:
-        orders = read_table(path)
+        orders = read_table(parallelism.pipeline_parallel_schedule_csv)
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
-    return wrong_with(orders, degrees.pp, training.local_batch_size // parallelism.pipeline_parallel_microbatch_size)
+    count, rest = divmod(config.training.local_batch_size, parallelism.pipeline_parallel_microbatch_size)
+    return "" if rest else wrong_with(orders, degrees.pp, count)  # with a rest another rule speaks
 
 
 def stages_misfit(config: JobConfig, degrees: Degrees) -> str:
     keys = "pipeline_parallel_layers_per_stage, module_fqns_per_model_part"
     stages = number_of_stages(config.parallelism, sizes_of(config).n_layers)
     if path := config.parallelism.pipeline_parallel_schedule_csv:
-        count = 1 + max(stage for order in read_table(path) for step in order for _, stage, _ in step)
+        count = 1 + max(map(max, stages_of_table(path)))
         return "" if stages == count else f"{path} has {count} stages, not {stages} ({keys})"
     pp, (least, most) = degrees.pp, schedule_of(config.parallelism).stages_a_rank
     if stages % pp == 0 and least <= stages // pp <= most:
@@ -83,7 +87,7 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not (sharded and always and schedule_of(parallelism).splits_backward):
         return ""
     return (
-        f"{parallelism.pipeline_parallel_schedule} computes gradients of weights after those of inputs, and torch then "
+        f"{name_of_schedule(parallelism)} computes gradients of weights after those of inputs, and torch then "
         'finds the weights freed: gradients would be wrong without an error; "default" or "never" would do'
     )
 
@@ -107,8 +111,11 @@ def turns_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 def splits_misfit(config: JobConfig, degrees: Degrees) -> str:
     parallelism = config.parallelism
-    if parallelism.pipeline_parallel_sequence_splits == 1:
+    splits, length = parallelism.pipeline_parallel_sequence_splits, config.training.seq_len
+    if splits == 1:
         return ""
+    if splits > length:
+        return f"sequences have {length} tokens; {length} parts or fewer would do"
     needed = {
         "parallelism.pipeline_parallel_degree of 2 or more": degrees.pp > 1,
         'parallelism.pipeline_parallel_schedule = "1F1B"': parallelism.pipeline_parallel_schedule == "1F1B",

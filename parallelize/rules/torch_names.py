@@ -45,7 +45,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
         "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
     },
-    "sequence splits": {
+    "tables of actions": {
         "torch.distributed.pipelining.schedules": "_Action.from_str "
         "_PipelineScheduleRuntime._prepare_schedule_with_comms"
     },
@@ -77,7 +77,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         "tensor parallel": degrees.tp > 1,
         config.parallelism.context_parallel_method: degrees.cp > 1,
         "attention in steps": splits or (degrees.cp > 1 and config.parallelism.context_parallel_method == "ring"),
-        "sequence splits": splits,
+        "tables of actions": splits or bool(config.parallelism.pipeline_parallel_schedule_csv),
         "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
         "compile": config.compile.enable,
         "memory budget": checkpointing.mode == "memory_budget",
