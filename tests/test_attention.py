@@ -57,6 +57,11 @@ def test_a_mask_is_what_the_description_says(name: str) -> None:
         assert dense[row, 0, query, key] == sees(visible, row, query, key)
 
 
+def test_queries_behind_all_keys_are_not_causal() -> None:
+    assert Visible(12, 12, CPU, first=0).is_causal
+    assert not Visible(12, 12, CPU, first=12).is_causal
+
+
 def test_a_part_is_rows_of_the_whole_without_the_keys_that_none_of_them_sees() -> None:
     for visible in SEEN.values():
         part, whole = visible.part(1, 4), visible.dense()

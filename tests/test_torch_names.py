@@ -124,7 +124,7 @@ def test_nothing_private_is_imported_before_the_check() -> None:
         assert not found or module == "components.dry_run", (module, found)
 
 
-CP = "--parallelism.context_parallel_degree"
+CP, PP = "--parallelism.context_parallel_degree", "--parallelism.pipeline_parallel_degree"
 
 
 def check(ranks: int, *overrides: str) -> None:
@@ -145,6 +145,22 @@ def test_another_torch_is_refused_only_for_what_the_layout_uses(monkeypatch: pyt
     monkeypatch.delattr(torch, "_foreach_norm")
     with pytest.raises(ConfigError, match=r"lacks torch\._foreach_norm \(every run\), which"):
         check(1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "parts"),
+    [
+        (1, (), set()),
+        (2, (CP, "2"), {"ring", "attention in steps"}),
+        (2, (CP, "2", "--parallelism.context_parallel_method", "ulysses"), {"ulysses"}),
+        (2, (PP, "2", f"{PP[:-7]}_sequence_splits", "2"), {"attention in steps", "tables of actions"}),
+        (2, (PP, "2", f"{PP[:-7]}_schedule_csv", "a.csv"), {"tables of actions"}),
+    ],
+)
+def test_a_layout_uses_the_names_of_its_parts(ranks: int, words: tuple[str, ...], parts: set[str]) -> None:
+    config = load_config(["--job.config_file", str(RECIPE), *words])
+    used = torch_names._used(config, resolve_degrees(config, ranks))
+    assert {part for part, is_used in used.items() if is_used and part in PRIVATE} == {"every run"} | parts
 
 
 def test_another_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
