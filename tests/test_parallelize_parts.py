@@ -24,6 +24,10 @@ FULL = ("--activation_checkpoint.mode", "full")
 LAYOUTS = {
     "pp 2, 2 parts": (2, (PP, "2", SPLITS, "2")),
     "pp 2, 3 parts, checkpointing": (2, (PP, "2", SPLITS, "3", *FULL)),
+    "pp 2, 4 parts, compiled": (
+        2,
+        (PP, "2", SPLITS, "4", "--compile.enable", "true", "--compile.backend", "aot_eager"),
+    ),
     "pp 2, 5 parts, tp 2": (4, (PP, "2", SPLITS, "5", "--parallelism.tensor_parallel_degree", "2")),
 }
 
