@@ -79,6 +79,7 @@ class AttentionInSteps(torch.autograd.Function):
                 if step is not None:
                     rows, seen = step.queries, step.keys
                     own_gradient, own_q, own_out, own_total = (of[:, :, rows] for of in (gradient, q, out, total))
+                    # Contiguous: torch's kernels on a GPU do not look at the strides of the log-sum-exp.
                     part = own_gradient, own_q, own_out, own_total.contiguous(), keys[:, :, seen], values[:, :, seen]
                     found = differentiate(*part, step.visible)
                     of_q[:, :, rows] += found[0]

@@ -8,13 +8,12 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-Order = list[list["Step"]]
-"""The steps of each rank."""
-
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
 Step = tuple[Action, ...]
 """One action, or a forward and a backward that torch runs as one, whose results come when both are done."""
+Order = list[list[Step]]
+"""The steps of each rank."""
 
 
 class Box(NamedTuple):
