@@ -56,7 +56,7 @@ def test_a_ring_among_compiled_layers_is_the_run_of_one_process(rotate: str) -> 
 
 
 def compile_the_ring_too() -> None:
-    rewrite("parallelize.compile", "apply_compile", "if ring:", "if False:")
+    rewrite("parallelize.compile", "apply_compile", "if apart:", "if False:")
 
 
 def kept_for_backward(run: train.Run) -> int:
@@ -122,7 +122,7 @@ def embedding_gives_what_is_still_on_its_way() -> None:
 
 
 def backward_may_overwrite_what_forward_saved() -> None:
-    rewrite("parallelize.compile", "apply_compile", "= not splits", "= True")
+    rewrite("parallelize.compile", "apply_compile", "= not splits_backward(parallelism)", "= True")
 
 
 def test_a_lost_gradient_is_found() -> None:
