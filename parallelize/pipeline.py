@@ -16,9 +16,9 @@ from torch.distributed.pipelining import PipelineStage
 from components.config import JobConfig, Parallelism
 from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.parts import PartStage, cut_into_parts
-from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank
+from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of
 from parallelize.sharding import local_part, poison_if_not_finite
-from parallelize.tables import Order, order_of_parts, read_table, written
+from parallelize.tables import Order, written
 
 
 def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list[nn.Module]:
@@ -114,10 +114,8 @@ class Pipeline:
         }
         # One schedule object for the life of these stages: with a second one DualPipeV's gradients are wrong.
         schedule = schedule_of(parallelism)
-        if self._splits > 1:
-            self._schedule = _by_table(order_of_parts(pp.size(), self.micro_batches, self._splits), parts, options)
-        elif parallelism.pipeline_parallel_schedule_csv:
-            self._schedule = _by_table(read_table(parallelism.pipeline_parallel_schedule_csv), parts, options)
+        if orders := table_of(parallelism, self.micro_batches):
+            self._schedule = _by_table(orders, parts, options)
         else:
             self._schedule = schedule.load()(parts[0] if schedule.one_stage else parts, **options)
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}

@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from components.config import Parallelism
-from parallelize.tables import read_table, stages_of_table
+from parallelize.tables import Order, order_of_parts, read_table, stages_of_table
 
 
 def _one_a_stage(count: int, pp: int, stages: int) -> str:
@@ -45,7 +45,6 @@ class Schedule:
         return getattr(import_module(module), name)
 
 
-_MORE_OR_ONE = (1, math.inf)
 _TORCH, _TWO, _MORE = "torch.distributed.pipelining.Schedule", (2, 2), (2, math.inf)
 SCHEDULES = {
     "1F1B": Schedule(f"{_TORCH}1F1B", lacks=_one_a_stage),
@@ -67,7 +66,16 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
         return SCHEDULES[parallelism.pipeline_parallel_schedule]
     orders = read_table(parallelism.pipeline_parallel_schedule_csv)
     kinds = {kind for order in orders for step in order for kind, _, _ in step}
-    return Schedule("", _MORE_OR_ONE, splits_backward="W" in kinds)
+    return Schedule("", (1, math.inf), splits_backward="W" in kinds)
+
+
+def table_of(parallelism: Parallelism, micro_batches: int) -> Order | None:
+    """The steps of each rank, where the schedule is a table: of parts of sequences, or the job file's own."""
+    splits = parallelism.pipeline_parallel_sequence_splits
+    if splits > 1:
+        return order_of_parts(parallelism.pipeline_parallel_degree, micro_batches, splits)
+    path = parallelism.pipeline_parallel_schedule_csv
+    return read_table(path) if path else None
 
 
 def name_of_schedule(parallelism: Parallelism) -> str:

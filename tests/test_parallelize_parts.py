@@ -9,7 +9,7 @@ import torch
 import train
 from components.dry_run import Meter
 from models.llama import FLAVORS
-from parallelize.parts import cut_into_parts
+from parallelize.parts import _Earlier, _PartCore, cut_into_parts
 from parallelize.tables import order_of_parts, simulate
 from parallelize.timeline import actions, idle, most_alive
 from tests.harness import Observation, broken_bars, observe, rewrite
@@ -81,6 +81,27 @@ def test_a_planted_fault_is_found(fault: str) -> None:
 def test_a_batch_is_cut_by_micro_batch_then_by_part() -> None:
     cut = cut_into_parts(10 * torch.arange(4)[:, None] + torch.arange(4), micro_batches=2, splits=2)
     assert cut.tolist() == [[0, 1], [10, 11], [2, 3], [12, 13], [20, 21], [30, 31], [22, 23], [32, 33]]
+
+
+def test_a_part_lets_go_of_its_keys_after_its_backward() -> None:
+    core, own = _PartCore(), torch.zeros(1, 1, 2, 4)
+    for place in range(3):
+        assert len([*_Earlier(core, 0, place).passed_on(own, own)]) == 1 + (place > 0)
+    for place in (2, 1, 0):
+        gradients = [torch.zeros(2, 1, 1, 2 * parts, 4) for parts in (1, place) if parts]
+        _Earlier(core, 0, place).brought_home(gradients)
+        assert len(core.kept.get(0, [])) == len(core.gradients.get(0, [])) == place
+
+
+def test_a_step_has_a_pass_for_each_part() -> None:
+    """What gradients are added up over, for the line on memory."""
+    given = (PP, "2", SPLITS, "4", "--parallelism.pipeline_parallel_microbatch_size", "12")
+    assert observe(*given, ranks=2, steps=0, at_end=passes).extra == 3 * 4
+
+
+def passes(run: train.Run) -> int:
+    assert run.pipeline
+    return run.pipeline.passes
 
 
 @pytest.mark.parametrize(("pp", "micro_batches", "splits"), [(4, 4, 4), (2, 1, 4), (4, 2, 2), (8, 8, 3)])

@@ -43,6 +43,16 @@ def test_ranks_may_hold_different_numbers_of_stages(tmp_path: Path) -> None:
     assert not broken_bars(observed, one_process("--model.flavor", "long5", valid_labels=UNEVEN_LABELS))
 
 
+def test_kept_results_are_there_for_both_backwards_of_a_table(tmp_path: Path) -> None:
+    op = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+    table = write(tmp_path / "table.csv", actions("ZBVZeroBubble", 2, 6))
+    observed = observe(*GIVEN, *op, TABLE, table, ranks=2, valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_process("--model.flavor", "long5", valid_labels=UNEVEN_LABELS))
+    config = load_config([*SMALL, *GIVEN, TABLE, table, "--parallelism.fsdp_reshard_after_forward", "always"])
+    with pytest.raises(ConfigError, match=r"table\.csv computes gradients of weights after those of inputs"):
+        check_layout(config, resolve_degrees(config, 4))
+
+
 RIGHT = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 WRONG = {
     "no action": (RIGHT.replace("0B1", "0X1"), "row 1, cell 4: '0X1' is no action"),

@@ -3,7 +3,7 @@
 Nothing is computed. torch's FakeTensorMode raises where an operation mixes devices and where the host reads a value of
 the GPU; Watch notes copies between host and GPU that block. FSDP's, DTensor's and autograd's own code runs, with
 device.cpp in the place of the CUDA that a CPU build of torch lacks. Streams and events are stand-ins, so that their
-order is not checked. Not run: the fused kernels of attention (products and a softmax instead) and the ring.
+order is not checked. Attention is products and a softmax instead of fused kernels, but for the ring's flash attention.
 """
 
 import json
