@@ -37,18 +37,20 @@ AXES: dict[str, tuple[str, ...]] = {
     "length": ("32", "33"),
     "optimizer": ("AdamW", "Muon"),
     "tied": ("false", "true"),
+    "key_heads": ("4", "2", "1"),
+    "vocabulary": ("1024", "1027"),
     "model": tuple(MODELS),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
-    *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "model", "checkpointing"),
-    *("dynamics", "compile"),
+    *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "key_heads"),
+    *("vocabulary", "model", "checkpointing", "dynamics", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 NEEDS = {
-    **dict.fromkeys(("sequence_parallel", "loss_parallel"), "tp"),
+    **dict.fromkeys(("sequence_parallel", "loss_parallel", "key_heads", "vocabulary"), "tp"),
     **dict.fromkeys(("method", "balancer"), "cp"),
     **dict.fromkeys(("schedule", "pipeline_first", "micro_batches", "splits"), "pp"),
 }
@@ -107,8 +109,10 @@ class Layout:
         """
         stages = int(self["pp"]) * SCHEDULES[self["schedule"]].stages_a_rank[0]
         flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
+        flavor += f"_{self['key_heads']}_key_heads" * (self["key_heads"] != "4")
+        flavor += "_odd_vocabulary" * (self["vocabulary"] != "1024") + "_tied" * (self["tied"] == "true")
         return (
-            *("--model.name", self["model"], "--model.flavor", flavor + ("_tied" if self["tied"] == "true" else "")),
+            *("--model.name", self["model"], "--model.flavor", flavor),
             *("--training.seq_len", self["length"]),
             *("--training.document_mask", self["document_mask"], "--optimizer.name", self["optimizer"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),

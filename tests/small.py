@@ -1,5 +1,6 @@
 """The debug recipe where a step takes milliseconds: small flavors of every family, and settings."""
 
+import itertools
 import json
 import os
 import re
@@ -18,13 +19,17 @@ for name, (_, flavors) in MODELS.items():
     parallelize_model(name)
     debug = flavors["debug"]
     tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
-    for tied in (False, True):
-        suffix = "_tied" if tied else ""
-        flavors[f"tiny{suffix}"] = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY, tie_embeddings=tied)
-        flavors[f"many_heads{suffix}"] = replace(flavors[f"tiny{suffix}"], n_heads=16, n_kv_heads=4)
-        flavors[f"odd_vocabulary{suffix}"] = replace(flavors[f"many_heads{suffix}"], vocab_size=VOCABULARY + 3)
-        for name, layers in (("long", 6), ("long5", 5), ("long3", 3)):
-            flavors[name + suffix] = replace(flavors[f"many_heads{suffix}"], n_layers=layers, dim=32, ffn_dim=64)
+    tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)
+    sizes = {"tiny": tiny}
+    for key_heads, more in itertools.product((4, 2, 1), (0, 3)):
+        suffix = f"_{key_heads}_key_heads" * (key_heads != 4) + "_odd_vocabulary" * (more > 0)
+        many_heads = replace(tiny, n_heads=16, n_kv_heads=key_heads, vocab_size=VOCABULARY + more)
+        sizes["many_heads" + suffix] = many_heads
+        for long, layers in (("long", 6), ("long5", 5), ("long3", 3)):
+            sizes[long + suffix] = replace(many_heads, n_layers=layers, dim=32, ffn_dim=64)
+    for flavor, each in sizes.items():
+        flavors[flavor] = replace(each, tie_embeddings=False)
+        flavors[f"{flavor}_tied"] = replace(each, tie_embeddings=True)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 FLAVORS["less_deep"] = replace(FLAVORS["deep"], n_layers=8)

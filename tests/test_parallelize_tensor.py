@@ -110,7 +110,7 @@ TP4 = ("--parallelism.tensor_parallel_degree", "4")
 
 @functools.cache
 def one_with_an_odd_vocabulary(tied: str) -> Observation:
-    return observe("--model.flavor", f"odd_vocabulary{tied}", valid_labels=UNEVEN_LABELS)
+    return observe("--model.flavor", f"many_heads_odd_vocabulary{tied}", valid_labels=UNEVEN_LABELS)
 
 
 @pytest.mark.parametrize("tied", ["", "_tied"])
@@ -120,13 +120,13 @@ def one_with_an_odd_vocabulary(tied: str) -> Observation:
     ids=["tp 2", "tp 2, loss not split", "tp 4", "fsdp 2 tp 2"],
 )
 def test_a_vocabulary_that_ranks_cannot_share_evenly(layout: tuple[str, ...], ranks: int, tied: str) -> None:
-    words = (*layout, "--model.flavor", f"odd_vocabulary{tied}")
+    words = (*layout, "--model.flavor", f"many_heads_odd_vocabulary{tied}")
     observed = observe(*words, ranks=ranks, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one_with_an_odd_vocabulary(tied))
 
 
 def test_a_table_with_uneven_parts_goes_on_at_another_layout(tmp_path: Path) -> None:
-    words = ("--model.flavor", "odd_vocabulary", "--checkpoint.enable", "true")
+    words = ("--model.flavor", "many_heads_odd_vocabulary", "--checkpoint.enable", "true")
     run = functools.partial(observe, *words, steps=1, folder=str(tmp_path), valid_labels=UNEVEN_LABELS)
     for layout, ranks in (((*TP2, *FSDP2), 4), (TP4, 4), ((), 1)):
         last = run(*layout, ranks=ranks)
@@ -144,7 +144,7 @@ def test_a_table_with_uneven_parts_goes_on_at_another_layout(tmp_path: Path) -> 
 )
 def test_a_fault_of_an_uneven_vocabulary_is_found(fault: tuple[str, str, str]) -> None:
     plant = functools.partial(rewrite, "parallelize.tensor", *fault)
-    words = (*TP2, "--model.flavor", "odd_vocabulary")
+    words = (*TP2, "--model.flavor", "many_heads_odd_vocabulary")
     observed = observe(*words, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
     assert "gradient" in broken_bars(observed, one_with_an_odd_vocabulary(""))
 
