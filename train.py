@@ -41,6 +41,7 @@ from models import MODELS, meta_model
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
+from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
@@ -211,6 +212,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     accepted = run.guards.judge(run.step, run.sequences, loss, norm, own_norms)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, accepted)
+    balance(run.stages, run.mesh, config.experts.bias_update_speed, accepted)
     run.dynamics.after_update()
     run.sequences += run.global_batch_size
     run.tokens += valid

@@ -44,40 +44,42 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position": "original_max_position_embeddings",
 }
-_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
+FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 """Fields of config.json that have one value for every model here."""
 
 
 def hugging_face_name(name: str, names: dict[str, str]) -> str:
-    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight"""
-    module, _, kind = name.rpartition(".")
-    pattern = re.sub(r"\.\d+\.", ".*.", module)
-    number = re.search(r"\d+", module)
-    return f"{names[pattern]}.{kind}".replace("*", number[0] if number else "")
+    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight; names may also name a parameter."""
+    pattern, number = re.sub(r"\.\d+\.", ".*.", name), re.search(r"\d+", name)
+    module, _, kind = pattern.rpartition(".")
+    found = names[pattern] if pattern in names else f"{names[module]}.{kind}"
+    return found.replace("*", number[0], 1) if number else found
 
 
 def to_hugging_face(config: Any) -> dict[str, Any]:
     """config.json's fields of a TransformerConfig."""
-    fields = {theirs: getattr(config, ours) for ours, theirs in FIELDS.items()} | {"head_dim": config.head_dim}
+    fields = {theirs: getattr(config, ours) for ours, theirs in config.hf_fields.items()} | {
+        "head_dim": config.head_dim
+    }
     scaling = config.rope_scaling
     rope = scaling and {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
-    return {**_FIXED, **fields, "rope_scaling": rope}
+    return {**config.hf_fixed, **fields, "rope_scaling": rope}
 
 
-def from_hugging_face(given: dict[str, Any], config_class: type) -> Any:
+def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     """The config_class of a config.json, with the older or the newer spelling of rotary settings.
 
     Raises ValueError for a setting that no model here has.
     """
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    asked = {name: given.get(name, value) for name, value in _FIXED.items()}
-    foreign = [f"{name} = {value}" for name, value in asked.items() if value != _FIXED[name]]
+    asked = {name: given.get(name, value) for name, value in config_class.hf_fixed.items()}
+    foreign = [f"{name} = {value}" for name, value in asked.items() if value != config_class.hf_fixed[name]]
     if kind not in ("default", "llama3"):
         foreign.append(f"rope_type = {kind}")
     if foreign:
         raise ValueError(f"{', '.join(foreign)}: not available")
     found = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
-    fields = {ours: found[theirs] for ours, theirs in FIELDS.items() if found.get(theirs) is not None}
+    fields = {ours: found[theirs] for ours, theirs in config_class.hf_fields.items() if found.get(theirs) is not None}
     scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()}) if kind == "llama3" else None
     return config_class(**fields, rope_scaling=scaling)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-Role = Literal["embedding", "matrix", "norm", "head"]
+Role = Literal["embedding", "matrix", "norm", "head", "router", "expert"]
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,21 @@ class Kind:
     """What a parameter is."""
 
     role: Role
-    multiplied: bool = True
-    """Every token is multiplied by the whole parameter: 2 FLOPs an element in forward."""
+    multiplied: float = 1
+    """The share of the parameter that a token is multiplied by: 2 FLOPs an element in forward."""
     into_residual: bool = False
     """The product is added to the residual stream."""
     trained: bool = True
     """The parameter has a gradient and a state of the optimizer."""
+    zero: bool = False
+    """The parameter is 0 at step 0."""
 
 
-EMBEDDING = Kind("embedding", multiplied=False)
+EMBEDDING = Kind("embedding", multiplied=0)
 TIED_EMBEDDING = Kind("embedding")  # it is also the head's table
 MATRIX = Kind("matrix")
 OUTPUT_MATRIX = Kind("matrix", into_residual=True)
-NORM = Kind("norm", multiplied=False)
+NORM = Kind("norm", multiplied=0)
 HEAD = Kind("head")
 
 KINDS: dict[str, Kind] = {
@@ -54,7 +56,8 @@ def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Ki
     if not covering:
         raise ValueError(f"the model's kinds have no pattern for {name}")
     longest = max(covering, key=lambda pattern: pattern.count("."))
-    return replace(kinds[longest], trained=not any(covers(pattern, name) for pattern in frozen))
+    kind = kinds[longest]
+    return replace(kind, trained=kind.trained and not any(covers(pattern, name) for pattern in frozen))
 
 
 def check_frozen(frozen: Iterable[str], names: Iterable[str]) -> None:

@@ -1,13 +1,13 @@
 """The decoder-only transformer that the families share. A family adds its sizes and names."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from models.attention import Visibility, Visible
-from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
+from models.hugging_face import FIELDS, FIXED, NAMES, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
 from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_kind, set_trained
 
@@ -15,6 +15,11 @@ from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_ki
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """Sizes of a model."""
+
+    hf_fields: ClassVar[dict[str, str]] = FIELDS
+    """Fields -> those of Hugging Face's config.json."""
+    hf_fixed: ClassVar[dict[str, Any]] = FIXED
+    """Fields of config.json that have one value for every model of the family."""
 
     dim: int
     n_layers: int
@@ -38,6 +43,11 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.head_size or self.dim // self.n_heads
+
+    @property
+    def tp_columns(self) -> int:
+        """Feed-forward columns that tensor parallel ranks share."""
+        return self.ffn_dim
 
 
 class Block(nn.Module):
@@ -108,6 +118,8 @@ class Transformer(nn.Module):
         frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
         cos, sin = rotary_cos_sin(positions, frequencies)
         visible = self.visibility(positions, document_ids)
+        if self.visibility.padding:
+            visible = replace(visible, padding_BS=positions < 0)
         embeds = self.tok_embeddings is not None and not self.copies_embedding
         x_BSD = self.tok_embeddings(tokens) if embeds else tokens  # type: ignore[misc]
         for block in self.layers.values():
@@ -122,7 +134,10 @@ class Transformer(nn.Module):
         return find_kind(name, self.kinds | tied, self.config.frozen)
 
     def hf_name(self, name: str) -> str:
-        """Hugging Face's name of a parameter."""
+        """Hugging Face's name of a parameter; empty if there is none.
+
+        A * stands for the index along the first dimension: there each of these is a tensor of its own.
+        """
         return hugging_face_name(name, self.hf_names)
 
     def hf_config(self) -> dict[str, Any]:
@@ -140,13 +155,15 @@ class Transformer(nn.Module):
         return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
 
     def init_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms).
+        """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.
 
         0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2).
         """
         kind = self.kind(name)
         if kind.role == "norm":
             return None
+        if kind.zero:
+            return 0.0
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
@@ -157,6 +174,6 @@ class Transformer(nn.Module):
         """
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
-        products = sum((6 if kind.trained else 4) * size for kind, size in sizes if kind.multiplied)
+        products = sum((6 if kind.trained else 4) * round(size * kind.multiplied) for kind, size in sizes)
         attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
         return products + attention, products + attention // 2

@@ -27,6 +27,8 @@ class Visible:
     """Each query's document, if the queries are not among the keys."""
     padding: int = 0
     """Queries at the end that are padding, if logits are observed: they see what they would, and do not count."""
+    padding_BS: Tensor | None = None
+    """Which tokens of this rank are padding; None if none is."""
     made: Any = None
     """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
 

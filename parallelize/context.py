@@ -56,10 +56,10 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
 
 
 def _padded(tensor: Tensor, count: int, name: str) -> Tensor:
-    """(B, S + count). Labels that do not count; padding is a document of its own; the rest is never looked at."""
+    """(B, S + count). Labels do not count, positions mark the padding, which is a document of its own."""
     if name == "document_ids":
         return torch.cat([tensor, (tensor[:, -1:] + 1).expand(-1, count)], 1)
-    return F.pad(tensor, (0, count), value=-100 if name == "labels" else 0)
+    return F.pad(tensor, (0, count), value={"labels": -100, "positions": -1}.get(name, 0))
 
 
 def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:

@@ -1,18 +1,30 @@
 """Data parallel: replicas (DDP), shards (FSDP: arXiv:2304.11277), or replicas of shards (HSDP), all by fully_shard."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from components.config import Parallelism, Training
+from models.moe import Experts, Router
 from parallelize.precision import compute_in
+from parallelize.sharding import local_part
 
 
-def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training, parallelism: Parallelism) -> None:
+def apply_data_parallel(
+    model: nn.Module,
+    shards: DeviceMesh,
+    of_experts: DeviceMesh | None,
+    training: Training,
+    parallelism: Parallelism,
+) -> None:
     """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
+
+    of_experts: the same for experts, if the model has some.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
     One rank gathers and reduces nothing: it is wrapped for offloading, in a pipeline's stage, whose micro-batches share
@@ -23,7 +35,8 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
     reshard = parallelism.fsdp_reshard_after_forward
     accumulates = training.global_batch_size not in (-1, training.local_batch_size)
     adds_up = training.dtype != "float32" and (accumulates or parallelism.pipeline_parallel_degree > 1)
-    if shards.size() == 1 and not training.enable_cpu_offload and not adds_up:
+    alone = shards.size() == 1 and (of_experts is None or of_experts.size() == 1)
+    if alone and not training.enable_cpu_offload and not adds_up:
         if precision == getattr(torch, training.dtype):
             return
         if reshard != "always" and parallelism.pipeline_parallel_degree == 1:
@@ -46,6 +59,15 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
     if embedding is not None and not tied:
         shard(embedding, reshard_after_forward=reshard != "never")
     for block in layers.children():
+        for module in block.modules():
+            if isinstance(module, Experts):
+                assert of_experts is not None
+                dimension = _dimension(module, of_experts)
+                own = partial(shard, mesh=of_experts, shard_placement_fn=lambda _, dim=dimension: Shard(dim))
+                own(module, reshard_after_forward=reshard != "never")
+            elif isinstance(module, Router) and precision != torch.float32:
+                in_float32 = replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32)
+                shard(module, mp_policy=in_float32, reshard_after_forward=reshard != "never")
         shard(block, reshard_after_forward=reshard != "never")
     if ends and not tied:
         # Backward starts with the head, and would gather it again at once.
@@ -56,6 +78,12 @@ def apply_data_parallel(model: nn.Module, shards: DeviceMesh, training: Training
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+
+
+def _dimension(experts: Experts, shards: DeviceMesh) -> int:
+    """Of stacked matrices (E, F, D), which ranks share: whole experts, or where there are too few, parts of each."""
+    held = min(local_part(weight)[1].shape[0] for weight in experts.parameters())
+    return 0 if held % shards.size(-1) == 0 or any(w.shape[1] % shards.size(-1) for w in experts.parameters()) else 1
 
 
 def _prefetch(blocks: list[nn.Module], count: int) -> None:

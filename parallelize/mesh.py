@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from components.config import ConfigError, JobConfig, Parallelism, mistake
@@ -32,10 +32,17 @@ class Degrees:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    """Ranks that share the experts of a layer: the ranks of fsdp x tp once more, as efsdp x ep."""
 
     @property
     def world_size(self) -> int:
-        return math.prod(astuple(self))
+        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+
+    @property
+    def efsdp(self) -> int:
+        """Ranks that share the weights of the same experts."""
+        return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
     def batch_ranks(self) -> int:
@@ -43,7 +50,7 @@ class Degrees:
         return self.dp_replicate * self.dp_shard
 
     def __str__(self) -> str:
-        parts = [f"{name}={getattr(self, name)}" for name in _KEYS if getattr(self, name) > 1]
+        parts = [f"{name}={getattr(self, name)}" for name in (*_KEYS, "ep") if getattr(self, name) > 1]
         return " · ".join(parts) or "one rank"
 
 
@@ -59,7 +66,7 @@ def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
     free = next((name for name, size in given.items() if size == -1), None)
     if free and world_size % needed == 0:
         given[free] = world_size // needed
-    degrees = Degrees(**given)
+    degrees = Degrees(**given, ep=config.parallelism.expert_parallel_degree)
     if degrees.world_size == world_size:
         return degrees
     shown = " x ".join(f"{_KEYS[name]} {size}" for name, size in given.items() if size != 1) or "all degrees 1"
@@ -99,7 +106,8 @@ def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> in
 class Mesh:
     """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shards the weights.
 
-    Needs an initialised process group.
+    For experts the ranks of fsdp x tp are efsdp x ep: neighbours share the experts of a layer, and ranks of efsdp the
+    weights of the same experts. Needs an initialised process group.
     """
 
     def __init__(self, degrees: Degrees, device_type: str, pipeline_first: bool = False) -> None:
@@ -112,17 +120,32 @@ class Mesh:
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._holders: ProcessGroup | None = None
+        self._experts: DeviceMesh | None = None
         self.degrees, self.device_type = degrees, device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         if names not in self._slices:  # each slice that torch makes is a new object, at some cost
             asked = {names} if isinstance(names, str) else set(names)
-            self._slices[names] = (self._batch if asked & {"dp_shard", "cp"} else self._weights)[names]
+            whole = self._batch if asked & {"dp_shard", "cp"} else self._weights
+            self._slices[names] = (self._of_experts() if asked & {"efsdp", "ep"} else whole)[names]
         return self._slices[names]
+
+    def _of_experts(self) -> DeviceMesh:
+        """First asked for by all ranks: it makes groups."""
+        if self._experts is None:
+            from torch.distributed.device_mesh import DeviceMesh
+
+            degrees, names = self.degrees, self._weights.mesh_dim_names or ()
+            ranks = self._weights.mesh.movedim(names.index("pp"), 0)
+            ranks = ranks.reshape(degrees.pp, degrees.dp_replicate, degrees.efsdp, degrees.ep)
+            names = ("pp", "dp_replicate", "efsdp", "ep")
+            self._experts = DeviceMesh(self.device_type, ranks, mesh_dim_names=names)
+        return self._experts
 
     def groups(self) -> dict[str, ProcessGroup]:
         """The process group of each dimension that this rank is in; and "holders", once they are asked for."""
-        groups = {name: self[name].get_group() for name in ("pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp")}
+        names = ["pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp", *(["efsdp", "ep"] if self._experts else [])]
+        groups = {name: self[name].get_group() for name in names}
         return groups | ({"holders": self._holders} if self._holders else {})
 
     def holders(self) -> ProcessGroup:

@@ -22,6 +22,7 @@ from parallelize.activation import apply_activation_checkpoint
 from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
+from parallelize.expert import apply_expert_parallel, has_experts
 from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
 from parallelize.parts import apply_sequence_splits
@@ -36,16 +37,20 @@ def parallelize(
     """The stages of the model that this rank holds, laid out and still on the meta device."""
     # The dimension that every parameter is sharded over; before it the replicas, if there are several.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
+    of_experts = None
+    if has_experts(model):
+        of_experts = mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
         apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, tp_plan)
+        apply_expert_parallel(stage, mesh)
         apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
         apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)
         apply_compile(stage, mesh, config.compile, config.parallelism)
         apply_activation_checkpoint(stage, config.activation_checkpoint, splits_backward(config.parallelism))
-        apply_data_parallel(stage, shards, config.training, config.parallelism)
+        apply_data_parallel(stage, shards, of_experts, config.training, config.parallelism)
         assert _trained(stage) == trained, "a layout has changed a parameter's name, or whether it is trained"
     return stages
 

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.moe import Router
+
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with copies of its parameters in dtype, as FSDP's mixed precision does.
@@ -13,6 +15,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     The parameters, their names and their gradients stay as they are: a gradient is converted before it is added.
     """
     for module in model.modules():
+        if isinstance(module, Router):
+            continue  # close scores would be equal in bfloat16
         if names := tuple(name for name, _ in module.named_parameters(recurse=False)):
             module.__class__ = _class_computing_in(type(module), names, dtype)  # type: ignore[arg-type]
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 import train
 from components.config import JobConfig, load_config
 from components.state.checkpoint import Checkpointer
+from models.moe import MixtureBlock
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from tests.ranks import Ranks, kept_ranks
@@ -46,6 +47,7 @@ from tests.small import RECIPE, SMALL
 
 gc.freeze()
 
+T = TypeVar("T")
 Tables = dict[str, dict[str, float]]
 """Of dynamics: table -> part of the model -> number."""
 
@@ -65,6 +67,8 @@ class Observation:
     """Hashes of (tokens, labels) in the order of the global batch, by step."""
     validation_loss: float
     """After the last step; 0 where nothing is validated."""
+    expert_rows: dict[str, list[list[int]]] = field(default_factory=dict)
+    """Of layers with experts: how many tokens each expert has had, by step."""
     dynamics: Tables = field(default_factory=dict)
     """The tables of the last step, if it was sampled."""
     extra: Any = None
@@ -121,6 +125,7 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "gradient norm": max(norms),
         "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
         "weights": _worst(observed.weights, reference.weights),
+        "expert rows": float(observed.expert_rows != reference.expert_rows),
         "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
         "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
     }
@@ -134,6 +139,7 @@ BARS = {
     "gradient norm": 1e-5,
     "norm among ranks": 0.0,
     "weights": 1e-5,
+    "expert rows": 0.0,
     "validation loss": 1e-6,
     "dynamics": 1e-5,
 }
@@ -152,7 +158,11 @@ def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def _worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> float:
     if values.keys() != references.keys():
         return float("inf")
-    errors = [((values[name] - right).norm() / right.norm()).item() for name, right in references.items()]
+    errors = [
+        ((values[name] - right).norm() / right.norm()).item()
+        for name, right in references.items()
+        if right.any() or not values[name].equal(right)
+    ]
     return max(error if error == error else float("inf") for error in errors)
 
 
@@ -186,7 +196,7 @@ def whole_tensors(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tenso
     return _of_all_stages(run, {name: _whole(tensor) for name, tensor in tensors.items()})
 
 
-def _of_all_stages(run: train.Run, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _of_all_stages(run: train.Run, tensors: dict[str, T]) -> dict[str, T]:
     if run.degrees.pp == 1:
         return tensors
     parts: list[Any] = [None] * run.degrees.pp
@@ -224,7 +234,15 @@ def _observe(case: Case, device: torch.device) -> Observation:
                         gradients[name] = _whole(parameter.grad)
         return clip(*arguments)
 
-    vars(train)["clip_gradients"] = clip_observed
+    balance: Callable[..., Any] = train.balance
+    expert_rows: dict[str, Any] = {}
+
+    def balance_observed(*arguments: Any) -> None:
+        names = [name for stage in run.stages for name, part in stage.named_modules() if isinstance(part, MixtureBlock)]
+        for name, rows in zip(names, balance(*arguments) if names else (), strict=True):
+            expert_rows.setdefault(name, []).append(rows.tolist())
+
+    vars(train)["clip_gradients"], vars(train)["balance"] = clip_observed, balance_observed
     first_weights, losses, norms = whole_weights(run), [], []
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
@@ -243,15 +261,26 @@ def _observe(case: Case, device: torch.device) -> Observation:
         assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
     sequences = {step: [digest for part in sorted(parts) for digest in parts[part][step]] for step in seen}
     weights, gradients = whole_weights(run), _of_all_stages(run, gradients)
+    expert_rows = _of_all_stages(run, expert_rows)
     extra = case.at_end(run) if case.at_end else None
-    vars(train)["clip_gradients"] = clip
+    vars(train)["clip_gradients"], vars(train)["balance"] = clip, balance
     torch._dynamo.reset()  # what one case compiles is not counted with another's
     torch._dynamo.utils.counters.clear()
     torch._functorch.config.activation_memory_budget = 1.0
     torch.use_deterministic_algorithms(False)
     by_rank, seconds = [norm for _, _, norm in everything], time.perf_counter() - started
     return Observation(
-        first_weights, gradients, weights, losses, by_rank, sequences, validation_loss, dynamics, extra, seconds
+        first_weights,
+        gradients,
+        weights,
+        losses,
+        by_rank,
+        sequences,
+        validation_loss,
+        expert_rows,
+        dynamics,
+        extra,
+        seconds,
     )
 
 

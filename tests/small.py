@@ -10,6 +10,7 @@ from pathlib import Path
 from components.config import ROOT, load_config
 from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
+from models.moe import MixtureConfig
 from parallelize import parallelize_model
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
@@ -20,6 +21,8 @@ for name, (_, flavors) in MODELS.items():
     debug = flavors["debug"]
     tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
     tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)
+    if isinstance(tiny, MixtureConfig):
+        tiny = replace(tiny, n_experts=8, top_k=2, expert_dim=32)
     sizes = {"tiny": tiny}
     for key_heads, more in itertools.product((4, 2, 1), (0, 3)):
         suffix = f"_{key_heads}_key_heads" * (key_heads != 4) + "_odd_vocabulary" * (more > 0)

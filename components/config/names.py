@@ -56,7 +56,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
     "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
-    "parallelism.expert_parallel_degree": Unavailable(1, _EXPERTS),
     "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),
     "parallelism.expert_parallel_comm_backend": Unavailable("standard", _EXPERTS),
     "checkpoint.enable_ft_dataloader_checkpoints": Unavailable(True, _TORCHFT),

@@ -53,6 +53,10 @@ class Optimizer:
     """The matrices of the layers."""
     norm: NormRole = field(default_factory=NormRole)
     """The vectors of the norms."""
+    router: Role = field(default_factory=Role)
+    """The matrices that choose a token's experts."""
+    expert: Role = field(default_factory=Role)
+    """The matrices of the experts."""
     head: Role = field(default_factory=Role)
     """The matrix from the last hidden state to the logits."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"

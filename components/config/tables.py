@@ -142,6 +142,8 @@ class Parallelism:
     """How the ring moves keys and values: one all-gather, or from neighbour to neighbour."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
     """headtail: each rank takes a piece of the sequence's head and one of its tail, for equal attention work."""
+    expert_parallel_degree: Positive = 1
+    """Ranks that share the experts of a layer: of those of data_parallel_shard, context and tensor parallel."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
@@ -248,6 +250,14 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Experts:
+    """How a mixture's experts are kept equally busy."""
+
+    bias_update_speed: Annotated[float, Ge(0)] = 0.0
+    """Each step moves the bias of an expert's scores by this much towards the mean load (arXiv:2408.15664)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Comm:
     """Process groups."""
 
@@ -289,6 +299,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
+    experts: Experts = field(default_factory=Experts)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)

@@ -33,7 +33,7 @@ class HuggingFaceModel(Protocol):
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]: ...
 
     def hf_name(self, name: str) -> str:
-        """A parameter's name in a Hugging Face folder."""
+        """A parameter's name in a Hugging Face folder; * stands for the index along the first dimension."""
 
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -88,7 +88,9 @@ class Folder:
 
 def check_weights(model: HuggingFaceModel, path: Path) -> None:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model."""
-    wanted = {model.hf_name(name): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        wanted |= {there: tuple(tensor.shape) for there, tensor in _pieces(model, name, parameter)}
     there = Folder(path).shapes()
     misfits = [f"{name} is missing" for name in wanted if name not in there]
     misfits += [
@@ -97,7 +99,8 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
         if there.get(name, shape) != shape
     ]
     # Old files hold rotary frequencies, and some files of models with tied weights hold both head and embedding.
-    all_names = {model.hf_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    named = model.named_parameters(remove_duplicate=False)
+    all_names = {there for name, parameter in named for there, _ in _pieces(model, name, parameter)}
     extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
     config_file = path / "config.json"
@@ -119,10 +122,17 @@ def load_weights(stages: list[nn.Module], path: Path) -> None:
 def _fill(stages: list[nn.Module], folder: Folder) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            local, offset = own_slice(parameter.detach())
-            if local.numel():
-                where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
-                local.copy_(folder.read(stage.hf_name(name), where))  # type: ignore[operator]
+            local, (first, *offset) = own_slice(parameter.detach())
+            there: str = stage.hf_name(name)  # type: ignore[operator]
+            if not there:
+                parameter.detach().zero_()
+            elif local.numel():
+                where = tuple(slice(start, start + size) for start, size in zip(offset, local.shape[1:], strict=True))
+                if "*" not in there:
+                    local.copy_(folder.read(there, (slice(first, first + len(local)), *where)))
+                    continue
+                for number, piece in enumerate(local, first):
+                    piece.copy_(folder.read(there.replace("*", str(number)), where))
 
 
 def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
@@ -149,13 +159,21 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
             with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
                 dcp.load(tensors, storage_reader=reader, no_dist=True)
-            theirs = {model.hf_name(name): tensors.pop(f"model.{name}").to(dtype) for name in parts[number]}
+            theirs: dict[str, Tensor] = {}
+            for name in parts[number]:
+                whole = tensors.pop(f"model.{name}").to(dtype)
+                theirs |= {there: piece.clone() for there, piece in _pieces(model, name, whole)}
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
             (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
 
     def publish() -> None:
         if len(parts) > 1:
-            where = {model.hf_name(name): file for file, part in zip(names, parts, strict=True) for name in part}
+            where = {
+                there: file
+                for file, part in zip(names, parts, strict=True)
+                for name, parameter in part.items()
+                for there, _ in _pieces(model, name, parameter)
+            }
             size = sum(p.numel() * dtype.itemsize for part in parts for p in part.values())
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
@@ -176,6 +194,14 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+
+
+def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
+    """The tensors of a Hugging Face folder that make up a parameter: one, one for each expert, or none."""
+    there = model.hf_name(name)
+    if "*" in there:
+        return [(there.replace("*", str(number)), piece) for number, piece in enumerate(parameter)]
+    return [(there, parameter)] if there else []
 
 
 def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor]]:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees
-from parallelize.rules import compile, pipeline, tensor
+from parallelize.rules import compile, expert, pipeline, tensor
 from parallelize.rules.sizes import global_batch_size, near_multiples, not_among, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES
@@ -176,7 +176,7 @@ RULES = [
     ),
     Rule(
         "parallelism.tensor_parallel_degree",
-        tensor.splits("feed-forward columns", "ffn_dim"),
+        tensor.splits("feed-forward columns", "tp_columns"),
         "It would take ranks with different numbers of columns, as they have different numbers of rows of a "
         "vocabulary.",
     ),
@@ -185,6 +185,16 @@ RULES = [
         tensor.vocabulary_misfit,
         "FSDP cuts what tensor parallel has cut, and torch 2.13 computes wrong places for parts of different sizes. It "
         "would take places of our own in checkpoints.",
+    ),
+    Rule(
+        "parallelism.expert_parallel_degree",
+        expert.ranks_misfit,
+        "Experts are whole on a rank, and each rank has as many as every other.",
+    ),
+    Rule(
+        "experts.bias_update_speed",
+        expert.bias_misfit,
+        "A model without experts has no load to balance.",
     ),
     Rule(
         "parallelism.context_parallel_method",

@@ -1,0 +1,289 @@
+"""Mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
+
+Shapes are named as in models/layers.py; beside them T tokens, E experts, C chosen experts of a token, R rows: a row is
+a token for one of its experts, and rows are in the order of experts.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from models.hugging_face import FIELDS, NAMES
+from models.layers import FeedForward
+from models.parameters import KINDS, MATRIX, OUTPUT_MATRIX, Kind
+from models.transformer import Block, Transformer, TransformerConfig
+from models.visible import Visible
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(TransformerConfig):
+    """Sizes of a model whose layers each have experts in place of one feed-forward."""
+
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | {
+        "n_experts": "num_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_dim": "moe_intermediate_size",
+        "normalised": "norm_topk_prob",
+    }
+
+    n_experts: int
+    top_k: int
+    """Experts of a token."""
+    expert_dim: int
+    """Feed-forward width of an expert."""
+    shared_dim: int = 0
+    """Feed-forward width of what every token passes through, beside its experts."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """A token's scores, (E,), of the router's logits."""
+    normalised: bool = True
+    """The scores of a token's experts are divided by their sum."""
+    route_scale: float = 1.0
+    """Factor of these scores."""
+    n_groups: int = 1
+    """Groups of neighbouring experts; a token's experts are in a few of them (arXiv:2405.04434)."""
+    top_groups: int = 1
+    """Groups of a token."""
+    group_score: Literal["max", "top2"] = "top2"
+    """A group counts by its best expert, or by the sum of its two best."""
+
+    @property
+    def tp_columns(self) -> int:
+        return self.shared_dim
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes with which nothing could be trained."""
+        if self.top_k == 1 and self.normalised:
+            raise ValueError("the score of a single expert, divided by itself, is 1: the router would learn nothing")
+        if self.n_experts % self.n_groups or self.top_k > self.n_experts // self.n_groups * self.top_groups:
+            raise ValueError(f"{self.n_experts} experts in {self.n_groups} groups, {self.top_groups} of a token")
+
+
+EXPERT = Kind("expert")
+BALANCE = Kind("router", multiplied=0, trained=False, zero=True)
+
+
+class Router(nn.Module):
+    """Scores of all experts, in float32, and the experts of each token."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
+        self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
+        """Added to scores where experts are chosen, and nowhere else (arXiv:2408.15664)."""
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Numbers of the experts of each token, (T, C) int64 in ascending order, and their weights, (T, C) float32."""
+        return self.route(x_TD, self.weight, self.bias)
+
+    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
+        """The same, by this weight and this bias."""
+        config = self.config
+        logits_TE = F.linear(x_TD.float(), weight_ED.float())
+        scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
+        chosen_TC = self.choose(scores_TE.detach() + bias_E.float())
+        weights_TC = scores_TE.gather(1, chosen_TC)
+        if config.normalised:
+            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+        return chosen_TC, weights_TC * config.route_scale
+
+    def choose(self, scores_TE: Tensor) -> Tensor:
+        """The experts with the highest scores, of the groups with the highest."""
+        config = self.config
+        if config.n_groups > 1:
+            grouped = scores_TE.unflatten(1, (config.n_groups, -1))
+            best = grouped.topk(1 if config.group_score == "max" else 2, dim=-1).values.sum(-1)
+            kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(config.top_groups).indices, True)
+            scores_TE = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        return scores_TE.topk(config.top_k, dim=-1).indices.sort(-1).values
+
+
+class Experts(nn.Module):
+    """Feed-forward layers of equal size (SwiGLU): their matrices are stacked, and multiplied in one grouped product."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
+        self.w2 = nn.Parameter(torch.empty(config.n_experts, config.dim, config.expert_dim))
+        self.w3 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
+
+    def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        """Rows (R, D) after their experts; counts: of each expert's rows, int64."""
+        return grouped_swiglu(rows_RD, counts_E, self.w1, self.w2, self.w3)
+
+
+def grouped_swiglu(rows_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
+    """The first counts_E[0] rows by the first expert, and so on."""
+    ends = counts_E.cumsum(0).to(torch.int32)
+    hidden = F.silu(_GroupedProduct.apply(rows_RD, w1_EFD, ends)) * _GroupedProduct.apply(rows_RD, w3_EFD, ends)
+    return _GroupedProduct.apply(hidden, w2_EDF, ends)
+
+
+@torch.library.custom_op("meshwright::grouped_product", mutates_args=())
+def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """F.grouped_mm, which refuses float32 tensors without memory: (R, K) x (E, K, N) or (M, R) x (R, N)."""
+    return F.grouped_mm(left, right, offs=ends)
+
+
+@grouped_product.register_fake
+def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    shape = (left.shape[0], right.shape[-1])
+    return left.new_empty(shape if right.ndim == 3 else (len(ends), *shape))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """rows (R, K) times the transposed matrix (N, K) of each expert."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+        context.save_for_backward(rows, weights, ends)
+        return grouped_product(rows, weights.transpose(1, 2), ends)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        rows, weights, ends = context.saved_tensors
+        gradient = gradient.contiguous()
+        of_rows = grouped_product(gradient, weights, ends) if context.needs_input_grad[0] else None
+        of_weights = grouped_product(gradient.T, rows, ends) if context.needs_input_grad[1] else None
+        return of_rows, of_weights, None
+
+
+class ToRows(torch.autograd.Function):
+    """Tokens (T, D) -> rows (R, D). Backward gathers a token's rows and adds them up in a fixed order."""
+
+    @staticmethod
+    def forward(context: Any, x_TD: Tensor, tokens_R: Tensor, rows_TC: Tensor) -> Tensor:
+        context.save_for_backward(rows_TC)
+        return x_TD[tokens_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (rows_TC,) = context.saved_tensors
+        return gradient[rows_TC].sum(1), None, None
+
+
+class _FromRows(torch.autograd.Function):
+    """Rows (R, D) -> the rows of each token (T, C, D)."""
+
+    @staticmethod
+    def forward(context: Any, rows_RD: Tensor, order_R: Tensor, rows_TC: Tensor) -> Tensor:
+        context.save_for_backward(order_R)
+        return rows_RD[rows_TC]
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (order_R,) = context.saved_tensors
+        return gradient.flatten(0, 1)[order_R], None, None
+
+
+class Exchange(Protocol):
+    """Rows go to the ranks that hold their experts, and back: expert parallel."""
+
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Rows for all experts -> rows for this rank's, the count of each of these, and what combine has to know."""
+
+    def combine(self, rows_RD: Tensor, sent: Any) -> Tensor:
+        """Back to the ranks and the order that dispatch has taken them from."""
+
+
+class Mixture(nn.Module):
+    """The experts of each token, weighted, and what all tokens share."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__()
+        self.router, self.experts = Router(config), Experts(config)
+        self.shared = FeedForward(config.dim, config.shared_dim) if config.shared_dim else None
+        self.exchange: Exchange | None = None
+        """If other ranks hold some of the experts."""
+        self.counts_E: Tensor | None = None
+        """Rows of each expert in the last forward; a second forward, for backward, writes the same again."""
+
+    def forward(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
+        """padding: tokens that no expert sees, True where there is one."""
+        out_BSD = self.routed(x_BSD, padding_BS)
+        return out_BSD if self.shared is None else out_BSD + self.shared(x_BSD)
+
+    def routed(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
+        """The sum over each token's experts."""
+        x_TD = x_BSD.flatten(0, 1)
+        if padding_BS is None:
+            return self._of_tokens(x_TD).view_as(x_BSD)
+        (tokens,) = (~padding_BS.flatten()).nonzero(as_tuple=True)
+        return torch.zeros_like(x_TD).index_copy(0, tokens, self._of_tokens(x_TD[tokens])).view_as(x_BSD)
+
+    def _of_tokens(self, x_TD: Tensor) -> Tensor:
+        chosen_TC, weights_TC = self.router(x_TD)
+        sorted_R, order_R = chosen_TC.flatten().sort(stable=True)
+        rows_TC = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
+        rows_TC = rows_TC.view_as(chosen_TC)
+        experts = torch.arange(self.router.config.n_experts, device=sorted_R.device)
+        ends = torch.searchsorted(sorted_R, experts, right=True)
+        self.counts_E = ends.diff(prepend=ends.new_zeros(1))
+        rows_RD = ToRows.apply(x_TD, order_R // chosen_TC.shape[1], rows_TC)
+        if self.exchange is None:
+            out_RD = self.experts(rows_RD, self.counts_E)
+        else:
+            rows_RD, counts_E, sent = self.exchange.dispatch(rows_RD, self.counts_E)
+            out_RD = self.exchange.combine(self.experts(rows_RD, counts_E), sent)
+        out_TCD = _FromRows.apply(out_RD, order_R, rows_TC)
+        return (weights_TC.to(x_TD.dtype)[:, None] @ out_TCD)[:, 0]
+
+
+class MixtureBlock(Block):
+    """A layer with experts, which counts the rows that each of them has had in training."""
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config)
+        self.feed_forward: Any = Mixture(config)
+        self.rows_E: Tensor | None = None
+        """Of each expert, since the last update of weights."""
+        # Not in forward, which checkpointing calls twice.
+        self.register_forward_hook(_count)
+
+    @property
+    def mixture(self) -> Mixture:
+        return self.feed_forward
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
+        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD), visible.padding_BS)
+
+
+def _count(block: Any, _inputs: Any, _output: Any) -> None:
+    if torch.is_grad_enabled():
+        counts_E = block.mixture.counts_E
+        block.rows_E = counts_E if block.rows_E is None else block.rows_E + counts_E
+
+
+class MixtureTransformer(Transformer):
+    """A transformer with experts in each layer."""
+
+    block = MixtureBlock
+    kinds: ClassVar[dict[str, Kind]] = KINDS | {
+        "layers.*.feed_forward.router": Kind("router"),
+        "layers.*.feed_forward.router.bias": BALANCE,
+        "layers.*.feed_forward.experts.w[13]": EXPERT,
+        "layers.*.feed_forward.experts.w2": replace(EXPERT, into_residual=True),
+        "layers.*.feed_forward.shared.w[13]": MATRIX,
+        "layers.*.feed_forward.shared.w2": OUTPUT_MATRIX,
+    }
+    hf_names: ClassVar[dict[str, str]] = NAMES | {
+        "layers.*.feed_forward.router": "model.layers.*.mlp.gate",
+        "layers.*.feed_forward.router.bias": "",
+        "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",
+        "layers.*.feed_forward.experts.w2": "model.layers.*.mlp.experts.*.down_proj.weight",
+        "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
+    }
+
+    def kind(self, name: str) -> Kind:
+        """What a parameter is; a token is multiplied by a few of the experts."""
+        kind, config = super().kind(name), self.config
+        assert isinstance(config, MixtureConfig)
+        return replace(kind, multiplied=config.top_k / config.n_experts) if kind.role == "expert" else kind

@@ -1,0 +1,168 @@
+"""Expert parallel: the experts of a layer are divided over ranks, and rows go to the rank of their expert and back.
+
+The same ranks that data, context and tensor parallel use are divided once more, as efsdp x ep (mesh.py). Tensor
+parallel ranks each route their own part of a sequence, so that experts are never cut.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+
+from components.config import Parallelism
+from models.moe import Experts, Mixture, MixtureBlock, ToRows, grouped_swiglu
+from parallelize.mesh import Mesh
+from parallelize.sharding import own_slice
+
+
+def has_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, Experts) for module in model.modules())
+
+
+def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
+    """Give each rank of ep its part of the experts of every layer."""
+    if mesh.degrees.ep == 1:
+        return
+    ep = mesh["ep"]
+    for module in model.modules():
+        if isinstance(module, Mixture):
+            _share_out(module.experts, ep)
+            module.exchange = AllToAll(ep.get_group())
+
+
+def _share_out(experts: Experts, ep: DeviceMesh) -> None:
+    for name, weight in list(experts.named_parameters()):
+        shared = distribute_tensor(weight.detach(), ep, [Shard(0)], src_data_rank=None)
+        experts.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
+
+    def forward(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
+        own = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))  # type: ignore[attr-defined]
+        return grouped_swiglu(rows_RD, counts_E, *own)
+
+    experts.forward = forward  # type: ignore[method-assign]
+
+
+class Sent(NamedTuple):
+    """How the rows of a layer were exchanged, to bring them back."""
+
+    sizes: list[int]
+    """Rows sent to each rank."""
+    received_sizes: list[int]
+    """Rows received from each rank."""
+    order: Tensor
+    """Received rows by experts: place -> place in the message."""
+    inverse: Tensor
+
+
+class AllToAll(NamedTuple):
+    """An Exchange by two all-to-alls of rows, and one of their counts."""
+
+    group: ProcessGroup
+
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Sent]:
+        """The host waits for the counts: it has to know the sizes of messages."""
+        sent = counts_E.view(self.group.size(), -1)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self.group)
+        sizes, received_sizes = to_host(torch.stack((sent.sum(1), received.sum(1))), len(rows_RD))
+        rows_RD = self._exchange(rows_RD, sizes, received_sizes)
+        experts = torch.arange(received.shape[1], device=received.device).expand_as(received)
+        expert_R = experts.flatten().repeat_interleave(received.flatten(), output_size=len(rows_RD))
+        order = expert_R.argsort(stable=True)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+        rows_RD = ToRows.apply(rows_RD, order, inverse[:, None])
+        return rows_RD, received.sum(0), Sent(sizes, received_sizes, order, inverse)
+
+    def combine(self, rows_RD: Tensor, sent: Sent) -> Tensor:
+        rows_RD = ToRows.apply(rows_RD, sent.inverse, sent.order[:, None])
+        return self._exchange(rows_RD, sent.received_sizes, sent.sizes)
+
+    def _exchange(self, rows_RD: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
+        from torch.distributed import _functional_collectives as collectives
+
+        received = collectives.all_to_all_single_autograd(rows_RD, received_sizes, sizes, self.group)
+        return received.wait() if isinstance(received, collectives.AsyncCollectiveTensor) else received
+
+
+def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor) -> Tensor | None:
+    """Move biases towards equal loads, by the rows of the whole global batch; called once a step by all ranks.
+
+    Returns the rows of each expert, (layers of these stages, E) int64; None without experts. Biases stay if not
+    accepted. A bias moves by the sign of a difference of integers: the same at every layout.
+    """
+    blocks = [module for stage in stages for module in stage.modules() if isinstance(module, MixtureBlock)]
+    if not blocks:
+        return None
+    rows = torch.stack([block.rows_E for block in blocks if block.rows_E is not None])
+    for name in ("dp_replicate", "fsdp", "tp"):
+        if mesh[name].size() > 1:
+            dist.all_reduce(rows, group=mesh[name].get_group())
+    for block, rows_E in zip(blocks, rows, strict=True):
+        block.rows_E = None
+        bias, (first,) = own_slice(block.mixture.router.bias.detach())
+        if speed and bias.numel():
+            direction = (rows_E.sum() - rows_E * len(rows_E)).sign()[first : first + len(bias)]
+            bias.add_((direction * accepted).to(bias.device), alpha=speed)
+    return rows
+
+
+def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
+    """Rows sent to each rank and received from each, (2, ranks), of the rows of this rank. Waits for the device."""
+    return sizes.tolist()
+
+
+class MixtureOfParts(ParallelStyle):
+    """A mixture of which each rank routes its part of the sequence, with the whole router.
+
+    Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.
+    """
+
+    def __init__(self, hidden: Placement) -> None:
+        self.hidden = hidden
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, Mixture)
+        router, routed = module.router, module.routed
+        for name, weight in list(router.named_parameters()):
+            whole = distribute_tensor(weight.detach(), device_mesh, [Replicate()], src_data_rank=None)
+            router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+        def of_own_tokens(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+            weight: Any = router.weight
+            bias: Any = router.bias
+            return router.route(x_TD, weight.to_local(grad_placements=[Partial()]), bias.to_local())
+
+        def of_own_part(x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
+            if not isinstance(x_BSD, DTensor):
+                x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.hidden], run_check=False)
+            part = x_BSD.redistribute(placements=[Shard(1)])
+            if padding_BS is not None:
+                whole = DTensor.from_local(padding_BS, device_mesh, [Replicate()], run_check=False)
+                padding_BS = whole.redistribute(placements=[Shard(1)]).to_local()
+            out = routed(part.to_local(), padding_BS)
+            # The length of a sequence need not be a multiple of the ranks.
+            shape: Any = {"shape": part.shape, "stride": part.stride()}
+            parts = DTensor.from_local(out, device_mesh, [Shard(1)], run_check=False, **shape)
+            return parts.redistribute(placements=[self.hidden]).to_local()
+
+        router.forward = of_own_tokens  # type: ignore[method-assign]
+        module.routed = of_own_part  # type: ignore[method-assign]
+        return module
+
+
+def with_experts(plan: Mapping[str, ParallelStyle], parallelism: Parallelism, shared: bool) -> dict[str, ParallelStyle]:
+    """A tensor parallel plan with experts in place of the feed-forward; shared: they have what all tokens share."""
+    hidden = Shard(1) if parallelism.sequence_parallel else Replicate()
+    rest = {pattern: style for pattern, style in plan.items() if not pattern.startswith("layers.*.feed_forward")}
+    rest["layers.*.feed_forward"] = MixtureOfParts(hidden)
+    if shared:
+        name = "layers.*.feed_forward.shared"
+        rest[name] = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
+        rest |= {f"{name}.w[13]": ColwiseParallel(), f"{name}.w2": RowwiseParallel(output_layouts=hidden)}
+    return rest

@@ -1,0 +1,34 @@
+"""Rules on mixtures of experts: each function gives the reason for a refusal, or an empty string."""
+
+from components.config import JobConfig
+from parallelize.mesh import Degrees
+from parallelize.rules.sizes import sizes_of
+
+
+def ranks_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if degrees.ep == 1:
+        return ""
+    sizes, model = sizes_of(config), f"{config.model.name} {config.model.flavor}"
+    experts = getattr(sizes, "n_experts", 0)
+    if not experts:
+        return f"{model} has no experts; 1 would do"
+    ranks = degrees.dp_shard * degrees.cp * degrees.tp
+    can = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and experts % ep == 0]
+    if degrees.ep not in can:
+        return (
+            f"{experts} experts on {ranks} ranks (data_parallel_shard_degree x context_parallel_degree x "
+            f"tensor_parallel_degree); {' or '.join(map(str, can))} would do"
+        )
+    held, shards = experts // degrees.ep, degrees.efsdp
+    if held % shards and (sizes.expert_dim % shards or sizes.dim % shards):
+        return (
+            f"{shards} ranks (efsdp) share the weights of {held} experts, which they cannot share evenly: neither "
+            f"{held} nor the width {sizes.expert_dim} of an expert is a multiple; a larger degree may do"
+        )
+    return ""
+
+
+def bias_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.experts.bias_update_speed or hasattr(sizes_of(config), "n_experts"):
+        return ""
+    return f"{config.model.name} {config.model.flavor} has no experts; 0 would do"
