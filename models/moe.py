@@ -67,13 +67,13 @@ BALANCE = Kind("router", multiplied=0, trained=False, zero=True)
 
 
 class Router(nn.Module):
-    """Scores of all experts, in float32, and the experts of each token."""
+    """Scores of all experts, and the experts of each token: in float32, since in bfloat16 many scores are equal."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim))
-        self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32), requires_grad=False)
         """Added to scores where experts are chosen, and nowhere else (arXiv:2408.15664)."""
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,9 @@ class Router(nn.Module):
     def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
         """The same, by this weight and this bias."""
         config = self.config
-        logits_TE = F.linear(x_TD.float(), weight_ED.float())
+        logits_TE = F.linear(x_TD.float(), weight_ED.to(x_TD.device))
         scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
-        chosen_TC = self.choose(scores_TE.detach() + bias_E.float())
+        chosen_TC = self.choose(scores_TE.detach() + bias_E.to(x_TD.device))
         weights_TC = scores_TE.gather(1, chosen_TC)
         if config.normalised:
             weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)

@@ -5,19 +5,24 @@ from torch import nn
 
 from components.config import Compile, Parallelism
 from models.attention import AttentionCore
+from models.moe import Mixture
+from parallelize.expert import has_experts
 from parallelize.mesh import Mesh
 from parallelize.schedules import splits_backward
 
 
-def _leave_out_attention(model: nn.Module) -> None:
-    """Compile what is before and after a layer's attention, as two graphs.
+def _leave_out(model: nn.Module, attention: bool) -> None:
+    """Compile what is before and after a layer's experts and, on request, its attention, as graphs of their own.
 
     Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again; and
-    the keys of earlier parts of a sequence come from outside of the layer.
+    the keys of earlier parts of a sequence come from outside of the layer. The host reads how many rows go to experts
+    of other ranks.
     """
     for module in model.modules():
-        if isinstance(module, AttentionCore):
+        if isinstance(module, AttentionCore) and attention:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
+        if isinstance(module, Mixture):
+            module.routed = torch.compiler.disable(module.routed)  # type: ignore[method-assign]
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
@@ -38,10 +43,10 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         apart = parallelism.pipeline_parallel_sequence_splits > 1
         apart = apart or (mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring")
-        if apart:
-            _leave_out_attention(model)
+        _leave_out(model, attention=apart)
+        whole = not (apart or has_experts(model))
         for layer in model.get_submodule("layers").children():
-            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=not apart)
+            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=whole)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
         head.cross_entropy = torch.compile(head.cross_entropy, backend=config.backend)  # type: ignore[assignment, arg-type]

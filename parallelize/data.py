@@ -1,7 +1,8 @@
 """Data parallel: replicas (DDP), shards (FSDP: arXiv:2304.11277), or replicas of shards (HSDP), all by fully_shard."""
 
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,6 +52,9 @@ def apply_data_parallel(
     if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
         reshard = "never"  # otherwise each micro-batch of the pipeline would gather all weights again
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
+    if of_experts is not None:
+        routers = {each for module in model.modules() if isinstance(module, Router) for each in module.parameters()}
+        shard = partial(shard, shard_placement_fn=_placements(model, shards, of_experts), ignored_params=routers)
     # A tied table belongs to both ends of the model: the root holds it, and stays gathered from forward to backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]
@@ -59,15 +63,6 @@ def apply_data_parallel(
     if embedding is not None and not tied:
         shard(embedding, reshard_after_forward=reshard != "never")
     for block in layers.children():
-        for module in block.modules():
-            if isinstance(module, Experts):
-                assert of_experts is not None
-                dimension = _dimension(module, of_experts)
-                own = partial(shard, mesh=of_experts, shard_placement_fn=lambda _, dim=dimension: Shard(dim))
-                own(module, reshard_after_forward=reshard != "never")
-            elif isinstance(module, Router) and precision != torch.float32:
-                in_float32 = replace(policy, param_dtype=torch.float32, reduce_dtype=torch.float32)
-                shard(module, mp_policy=in_float32, reshard_after_forward=reshard != "never")
         shard(block, reshard_after_forward=reshard != "never")
     if ends and not tied:
         # Backward starts with the head, and would gather it again at once.
@@ -80,10 +75,22 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
 
 
-def _dimension(experts: Experts, shards: DeviceMesh) -> int:
-    """Of stacked matrices (E, F, D), which ranks share: whole experts, or where there are too few, parts of each."""
-    held = min(local_part(weight)[1].shape[0] for weight in experts.parameters())
-    return 0 if held % shards.size(-1) == 0 or any(w.shape[1] % shards.size(-1) for w in experts.parameters()) else 1
+def _placements(model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+    """Parameter -> how FSDP shares it: matrices of experts over the ranks of of_experts, None for all others.
+
+    Ranks share the experts of a layer, or where there are too few of them, the rows of each matrix.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+
+    info = FSDPMeshInfo(of_experts, 0) if of_experts.ndim == 1 else HSDPMeshInfo(of_experts, 1, 0)
+    of_weights: dict[nn.Parameter, Any] = {}
+    for module in model.modules():
+        if isinstance(module, Experts):
+            weights, ranks = list(module.parameters()), of_experts.size(-1)
+            evenly = len(local_part(weights[0])[1]) % ranks == 0 or any(each.shape[1] % ranks for each in weights)
+            where = Shard(0 if evenly else 1)
+            of_weights |= dict.fromkeys(weights, where if of_experts is shards else ShardPlacementResult(where, info))
+    return of_weights.get
 
 
 def _prefetch(blocks: list[nn.Module], count: int) -> None:

@@ -16,24 +16,51 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
 from components.config import Parallelism
-from models.moe import Experts, Mixture, MixtureBlock, ToRows, grouped_swiglu
+from models.moe import Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
 from parallelize.mesh import Mesh
 from parallelize.sharding import own_slice
 
 
 def has_experts(model: nn.Module) -> bool:
-    return any(isinstance(module, Experts) for module in model.modules())
+    return any(isinstance(module, Mixture) for module in model.modules())
+
+
+def expert_shards(mesh: Mesh, shards: DeviceMesh) -> DeviceMesh:
+    """The mesh over whose last dimension ranks share the weights of experts; shards: the same of other weights."""
+    if mesh.degrees.tp == mesh.degrees.ep == 1:
+        return shards
+    return mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
 
 
 def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
-    """Give each rank of ep its part of the experts of every layer."""
-    if mesh.degrees.ep == 1:
-        return
-    ep = mesh["ep"]
+    """Give each rank of ep its part of the experts of every layer, and every rank the whole routers."""
     for module in model.modules():
         if isinstance(module, Mixture):
-            _share_out(module.experts, ep)
-            module.exchange = AllToAll(ep.get_group())
+            _replicate(module.router, mesh)
+            if mesh.degrees.ep > 1:
+                _share_out(module.experts, mesh["ep"])
+                module.exchange = AllToAll(mesh["ep"].get_group())
+
+
+def _replicate(router: Router, mesh: Mesh) -> None:
+    """Every rank routes its own tokens, so that gradients are partial sums until align_gradients.
+
+    FSDP leaves routers alone: it would gather them in bfloat16, in which close scores are equal.
+    """
+    dimensions = tuple(name for name in ("dp_replicate", "fsdp", "tp") if mesh[name].size() > 1)
+    if not dimensions:
+        return
+    everywhere = [Replicate()] * len(dimensions)
+    for name, weight in list(router.named_parameters()):
+        whole = DTensor.from_local(weight.detach(), mesh[dimensions], everywhere, run_check=False)
+        router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
+
+    def forward(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        weight: Any = router.weight
+        bias: Any = router.bias
+        return router.route(x_TD, weight.to_local(grad_placements=[Partial()] * len(dimensions)), bias.to_local())
+
+    router.forward = forward  # type: ignore[method-assign]
 
 
 def _share_out(experts: Experts, ep: DeviceMesh) -> None:
@@ -118,7 +145,7 @@ def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
 
 
 class MixtureOfParts(ParallelStyle):
-    """A mixture of which each rank routes its part of the sequence, with the whole router.
+    """A mixture whose ranks each route their part of the sequence.
 
     Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.
     """
@@ -128,15 +155,7 @@ class MixtureOfParts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, Mixture)
-        router, routed = module.router, module.routed
-        for name, weight in list(router.named_parameters()):
-            whole = distribute_tensor(weight.detach(), device_mesh, [Replicate()], src_data_rank=None)
-            router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
-
-        def of_own_tokens(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-            weight: Any = router.weight
-            bias: Any = router.bias
-            return router.route(x_TD, weight.to_local(grad_placements=[Partial()]), bias.to_local())
+        routed = module.routed
 
         def of_own_part(x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
             if not isinstance(x_BSD, DTensor):
@@ -151,7 +170,6 @@ class MixtureOfParts(ParallelStyle):
             parts = DTensor.from_local(out, device_mesh, [Shard(1)], run_check=False, **shape)
             return parts.redistribute(placements=[self.hidden]).to_local()
 
-        router.forward = of_own_tokens  # type: ignore[method-assign]
         module.routed = of_own_part  # type: ignore[method-assign]
         return module
 

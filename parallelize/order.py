@@ -22,7 +22,7 @@ from parallelize.activation import apply_activation_checkpoint
 from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
-from parallelize.expert import apply_expert_parallel, has_experts
+from parallelize.expert import apply_expert_parallel, expert_shards, has_experts
 from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
 from parallelize.parts import apply_sequence_splits
@@ -37,9 +37,7 @@ def parallelize(
     """The stages of the model that this rank holds, laid out and still on the meta device."""
     # The dimension that every parameter is sharded over; before it the replicas, if there are several.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
-    of_experts = None
-    if has_experts(model):
-        of_experts = mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
+    of_experts = expert_shards(mesh, shards) if has_experts(model) else None
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)

@@ -39,15 +39,14 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
             style.heads = model.config.n_kv_heads  # type: ignore[union-attr, assignment]
     parallelize_module(model, tp, used)
     cut = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
-    # Experts are shared out whole: expert.py.
-    if whole := [name for name, _ in model.named_parameters() if name not in cut and not _is_expert(model, name)]:
+    if whole := [name for name, _ in model.named_parameters() if name not in cut and not _in_expert_py(model, name)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
     model.tie_weights()  # type: ignore[operator]  # embedding and head were each given a table of their own
     set_trained(model)  # styles register new parameters, which would all be trained
 
 
-def _is_expert(model: Any, name: str) -> bool:
-    return model.kind(name).role == "expert"
+def _in_expert_py(model: Any, name: str) -> bool:
+    return model.kind(name).role in ("router", "expert")
 
 
 def _is_left_out(model: nn.Module, pattern: str) -> bool:

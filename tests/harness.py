@@ -43,6 +43,7 @@ from models.moe import MixtureBlock
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from tests.ranks import Ranks, kept_ranks
+from tests.routing import Routing, watch
 from tests.small import RECIPE, SMALL
 
 gc.freeze()
@@ -69,6 +70,8 @@ class Observation:
     """After the last step; 0 where nothing is validated."""
     expert_rows: dict[str, list[list[int]]] = field(default_factory=dict)
     """Of layers with experts: how many tokens each expert has had, by step."""
+    routing: Routing = field(default_factory=Routing)
+    """Of one process, what it has seen; of a layout that replays it, the number of flips."""
     dynamics: Tables = field(default_factory=dict)
     """The tables of the last step, if it was sampled."""
     extra: Any = None
@@ -91,6 +94,8 @@ class Case:
     folder: str = ""
     """Resume from this folder if there is a checkpoint in it, and save there at the end."""
     environment: dict[str, str] = field(default_factory=dict)
+    routing: Routing | None = None
+    """Of one process, to be replayed."""
 
 
 def observe(*overrides: str, **options: Any) -> Observation:
@@ -221,6 +226,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
     if case.folder:
         train.resume(run, checkpointer)
+    routing = watch(run, case.routing) if case.routing or case.ranks == 1 else Routing()
     seen: dict[str, list[str]] = {}
     gradients: dict[str, Tensor] = {}
     clip: Callable[..., Tensor] = train.clip_gradients
@@ -256,6 +262,8 @@ def _observe(case: Case, device: torch.device) -> Observation:
     if case.folder:
         checkpointer.save(run.step, run.state())
     everything = gather((train.batch_rank(run.mesh), seen, norms))
+    if case.routing:
+        routing.flips = sum(gather(routing.flips))
     parts: dict[int, dict[str, list[str]]] = {}
     for part, seen_by_rank, _ in everything:
         assert parts.setdefault(part, seen_by_rank) == seen_by_rank, "ranks of one part of the batch see different ones"
@@ -278,6 +286,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         sequences,
         validation_loss,
         expert_rows,
+        routing,
         dynamics,
         extra,
         seconds,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from components.config import ConfigError, load_config
 from models import MODELS
+from models.moe import MixtureConfig
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.schedules import SCHEDULES
@@ -40,21 +41,27 @@ AXES: dict[str, tuple[str, ...]] = {
     "key_heads": ("4", "2", "1"),
     "vocabulary": ("1024", "1027"),
     "model": tuple(MODELS),
+    "ep": ("1", "2", "4"),
+    "router": ("softmax", "sigmoid"),
+    "balance": ("false", "true"),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
     *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "key_heads"),
-    *("vocabulary", "model", "checkpointing", "dynamics", "compile"),
+    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
+_WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel", "key_heads", "vocabulary"), "tp"),
     **dict.fromkeys(("method", "balancer"), "cp"),
     **dict.fromkeys(("schedule", "pipeline_first", "micro_batches", "splits"), "pp"),
 }
 """Axes that make no difference where a degree is 1."""
+OF_EXPERTS = {"ep", "router", "balance"}
+"""Axes that make no difference to models without experts."""
 RARE = {"compile": 8}
 """Every so many layouts has another setting than the first: compiling takes seconds on each rank."""
 MOST_RANKS = 16
@@ -77,6 +84,7 @@ class Layout:
             "dp": "{}",
             "tp": "tp {}",
             "cp": "cp {}",
+            "ep": "ep {}",
             "pp": "pp {}",
             "sequence_parallel": "sp {}",
             "loss_parallel": "lp {}",
@@ -98,6 +106,11 @@ class Layout:
         return {"1": (1, 1), "ddp": (int(sizes or 1), 1), "fsdp": (1, int(sizes or 1))}[kind]
 
     @property
+    def shared_by(self) -> int:
+        """Ranks that may share experts."""
+        return self._data_parallel()[1] * int(self["tp"]) * int(self["cp"])
+
+    @property
     def passes(self) -> int:
         """Forward passes of a rank's stages in a step."""
         return int(self["accumulation"]) * (int(self["micro_batches"]) if self["pp"] != "1" else 1)
@@ -110,7 +123,8 @@ class Layout:
         stages = int(self["pp"]) * SCHEDULES[self["schedule"]].stages_a_rank[0]
         flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
         flavor += f"_{self['key_heads']}_key_heads" * (self["key_heads"] != "4")
-        flavor += "_odd_vocabulary" * (self["vocabulary"] != "1024") + "_tied" * (self["tied"] == "true")
+        flavor += "_odd_vocabulary" * (self["vocabulary"] != "1024")
+        flavor += "_sigmoid" * (self["router"] == "sigmoid") + "_tied" * (self["tied"] == "true")
         return (
             *("--model.name", self["model"], "--model.flavor", flavor),
             *("--training.seq_len", self["length"]),
@@ -118,6 +132,7 @@ class Layout:
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
             *("--metrics.dynamics_freq", "3"),
+            *(("--experts.bias_update_speed", "0.01") if self["balance"] == "true" else ()),
         )
 
     def overrides(self) -> tuple[str, ...]:
@@ -134,6 +149,7 @@ class Layout:
             "sequence_parallel": self["sequence_parallel"],
             "loss_parallel": self["loss_parallel"],
             "context_parallel_degree": self["cp"],
+            "expert_parallel_degree": self["ep"],
             "context_parallel_method": method,
             "context_parallel_load_balancer": self["balancer"],
             **({"context_parallel_rotate_method": rotate} if rotate else {}),
@@ -187,7 +203,10 @@ def layout(**given: str) -> Layout:
         idle.append("reduce")
     if values["cp"] != "1" or values["schedule"] != "1F1B":
         idle.append("splits")  # refused
-    return Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
+    if values["model"] not in _WITH_EXPERTS:
+        idle += OF_EXPERTS
+    found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
+    return found if found.shared_by % int(found["ep"]) == 0 else layout(**given | {"ep": "1"})  # refused
 
 
 DEGREES = ("dp", "tp", "cp", "pp", "schedule")
@@ -233,6 +252,10 @@ def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout
             values[axis] = AXES[axis][0]
     for axis in NEEDS.keys() & fixed.keys():
         values[NEEDS[axis]] = draw.choice(AXES[NEEDS[axis]][1:])
+    if OF_EXPERTS & fixed.keys():
+        values["model"] = draw.choice(_WITH_EXPERTS)
+    if fixed.get("ep", "1") != "1" and {values[axis] for axis in ("dp", "tp", "cp")} == {"1"}:
+        values |= draw.choice([{"dp": f"fsdp {fixed['ep']}"}, {"tp": fixed["ep"]}, {"cp": fixed["ep"]}])
     found = layout(**values | fixed)
     return found if found.ranks <= MOST_RANKS else any_layout(draw, small, **fixed)
 

@@ -30,6 +30,11 @@ for name, (_, flavors) in MODELS.items():
         sizes["many_heads" + suffix] = many_heads
         for long, layers in (("long", 6), ("long5", 5), ("long3", 3)):
             sizes[long + suffix] = replace(many_heads, n_layers=layers, dim=32, ffn_dim=64)
+    if isinstance(tiny, MixtureConfig):
+        for flavor, each in list(sizes.items()):
+            sizes[f"{flavor}_sigmoid"] = replace(
+                each, score="sigmoid", n_groups=4, top_groups=2, top_k=3, route_scale=2.5, shared_dim=32
+            )
     for flavor, each in sizes.items():
         flavors[flavor] = replace(each, tie_embeddings=False)
         flavors[f"{flavor}_tied"] = replace(each, tie_embeddings=True)
