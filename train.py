@@ -212,8 +212,7 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     accepted = run.guards.judge(run.step, run.sequences, loss, norm, own_norms)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, accepted)
-    balance(run.stages, run.mesh, config.experts.bias_update_speed, accepted)
-    run.dynamics.after_update()
+    run.dynamics.after_update(balance(run.stages, run.mesh, config.experts.bias_update_speed, accepted))
     run.sequences += run.global_batch_size
     run.tokens += valid
     return loss, norm

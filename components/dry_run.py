@@ -32,7 +32,7 @@ from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.state.init import give_memory
 from models import meta_model
-from parallelize import parallelize_model
+from parallelize import expert, parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from parallelize.rules import check_layout
 
@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         groups = mesh.groups() if mesh else {}
         # dp_shard or cp alone is fsdp too.
-        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate", "holders")
+        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate", "holders", "ep", "efsdp")
         named = ((name, groups[name]) for name in order if name in groups)
         self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
         self.bytes = self.peak = self.peak_before_update = 0
@@ -156,12 +156,14 @@ class _Rehearsal(Meter):
 
 
 @contextmanager
-def _updates_in_one_piece() -> Iterator[None]:
-    """Fake tensors are on the CPU, in whose chunks a large model's update would be a million operations."""
-    kept = dict(CHUNK)
+def _pretences() -> Iterator[None]:
+    """Updates in one piece: in a CPU's chunks a large model's would be a million operations. Balanced experts."""
+    kept, to_host = dict(CHUNK), expert.to_host
     CHUNK["cpu"] = sys.maxsize
+    expert.to_host = lambda sizes, rows: [[rows // sizes.shape[1]] * sizes.shape[1]] * 2
     yield
     CHUNK.update(kept)
+    expert.to_host = to_host
 
 
 def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
@@ -177,7 +179,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     with fake:
         give_memory(stages, device)
     run = train.assemble(config, device, mesh, stages, None, None)
-    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _updates_in_one_piece():
+    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences():
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}

@@ -4,8 +4,9 @@ Shapes are named as in models/layers.py; beside them T tokens, E experts, C chos
 a token for one of its experts, and rows are in the order of experts.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -66,6 +67,34 @@ EXPERT = Kind("expert")
 BALANCE = Kind("router", multiplied=0, trained=False, zero=True)
 
 
+class Balance(NamedTuple):
+    """Losses that are added to the training loss, of each router: the same at every layout."""
+
+    sequence_loss: float
+    """Factor of (E / C) sum_e f_e P_e, of each sequence: f_e is the share of rows that expert e has, P_e its mean share
+    of the scores (arXiv:2412.19437, section 2.1.2)."""
+    z_loss: float
+    """Factor of the square of the logits' log-sum-exp, of each token (arXiv:2202.08906)."""
+    length: int
+    """Tokens of a sequence, on all ranks."""
+    summed: Callable[[Tensor], Tensor] = lambda counts: counts
+    """Adds up counts over the ranks that have parts of the same sequences."""
+
+
+class _Attach(torch.autograd.Function):
+    """A tensor that also has the gradient of a loss: that of the loss is 1."""
+
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, loss: Tensor) -> Tensor:
+        context.save_for_backward(loss)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        return gradient, torch.ones_like(context.saved_tensors[0])
+
+
 class Router(nn.Module):
     """Scores of all experts, and the experts of each token: in float32, since in bfloat16 many scores are equal."""
 
@@ -75,21 +104,51 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32), requires_grad=False)
         """Added to scores where experts are chosen, and nowhere else (arXiv:2408.15664)."""
+        self.balance: Balance | None = None
+        self.observed = False
+        """Whether each forward writes its entropy."""
+        self.entropy: Tensor | None = None
+        """Of a token's scores, as shares of their sum, in nats: the sum over the tokens of the last forward."""
 
-    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Numbers of the experts of each token, (T, C) int64 in ascending order, and their weights, (T, C) float32."""
-        return self.route(x_TD, self.weight, self.bias)
+    def forward(self, x_TD: Tensor, sequences_T: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+        """Numbers of the experts of each token, (T, C) int64 in ascending order, and their weights, (T, C) float32.
 
-    def route(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:
+        sequences: the number of each token's sequence, of `batch` sequences.
+        """
+        return self.route(x_TD, sequences_T, batch, self.weight, self.bias)
+
+    def route(
+        self, x_TD: Tensor, sequences_T: Tensor, batch: int, weight_ED: Tensor, bias_E: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The same, by this weight and this bias."""
         config = self.config
         logits_TE = F.linear(x_TD.float(), weight_ED.to(x_TD.device))
         scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
+        if self.observed:
+            shares = (scores_TE / scores_TE.sum(-1, keepdim=True)).detach()
+            self.entropy = torch.special.entr(shares).sum(dtype=torch.float64)
         chosen_TC = self.choose(scores_TE.detach() + bias_E.to(x_TD.device))
         weights_TC = scores_TE.gather(1, chosen_TC)
+        if self.balance is not None and torch.is_grad_enabled():
+            weights_TC = _Attach.apply(weights_TC, self._loss(logits_TE, scores_TE, chosen_TC, sequences_T, batch))
         if config.normalised:
             weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
         return chosen_TC, weights_TC * config.route_scale
+
+    def _loss(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TC: Tensor, sequences_T: Tensor, batch: int) -> Tensor:
+        """What self.balance adds to the training loss for these tokens."""
+        assert self.balance is not None
+        factor, z_factor, length, summed = self.balance
+        loss = z_factor * logits_TE.logsumexp(-1).square().sum()
+        if factor:
+            experts = scores_TE.shape[1]
+            places_TC = sequences_T[:, None] * experts + chosen_TC
+            counts = torch.zeros((batch, experts), dtype=torch.int64, device=scores_TE.device)
+            counts.view(-1).index_add_(0, places_TC.flatten(), torch.ones_like(places_TC).flatten())
+            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            rows_TE = summed(counts)[sequences_T]
+            loss = loss + factor * experts / (chosen_TC.shape[1] * length**2) * (rows_TE * shares_TE).sum()
+        return loss
 
     def choose(self, scores_TE: Tensor) -> Tensor:
         """The experts with the highest scores, of the groups with the highest."""
@@ -203,7 +262,7 @@ class Mixture(nn.Module):
         self.exchange: Exchange | None = None
         """If other ranks hold some of the experts."""
         self.counts_E: Tensor | None = None
-        """Rows of each expert in the last forward; a second forward, for backward, writes the same again."""
+        """Rows of each expert in the last forward. A second forward, for backward, writes the same again."""
 
     def forward(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
         """padding: tokens that no expert sees, True where there is one."""
@@ -212,14 +271,16 @@ class Mixture(nn.Module):
 
     def routed(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
         """The sum over each token's experts."""
-        x_TD = x_BSD.flatten(0, 1)
+        x_TD, (batch, length) = x_BSD.flatten(0, 1), x_BSD.shape[:2]
+        sequences_T = torch.arange(batch, device=x_TD.device).repeat_interleave(length)
         if padding_BS is None:
-            return self._of_tokens(x_TD).view_as(x_BSD)
+            return self._of_tokens(x_TD, sequences_T, batch).view_as(x_BSD)
         (tokens,) = (~padding_BS.flatten()).nonzero(as_tuple=True)
-        return torch.zeros_like(x_TD).index_copy(0, tokens, self._of_tokens(x_TD[tokens])).view_as(x_BSD)
+        out_TD = self._of_tokens(x_TD[tokens], sequences_T[tokens], batch)
+        return torch.zeros_like(x_TD).index_copy(0, tokens, out_TD).view_as(x_BSD)
 
-    def _of_tokens(self, x_TD: Tensor) -> Tensor:
-        chosen_TC, weights_TC = self.router(x_TD)
+    def _of_tokens(self, x_TD: Tensor, sequences_T: Tensor, batch: int) -> Tensor:
+        chosen_TC, weights_TC = self.router(x_TD, sequences_T, batch)
         sorted_R, order_R = chosen_TC.flatten().sort(stable=True)
         rows_TC = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
         rows_TC = rows_TC.view_as(chosen_TC)
@@ -244,6 +305,8 @@ class MixtureBlock(Block):
         self.feed_forward: Any = Mixture(config)
         self.rows_E: Tensor | None = None
         """Of each expert, since the last update of weights."""
+        self.entropy: Tensor | None = None
+        """The same sum of the router's, if it is observed."""
         # Not in forward, which checkpointing calls twice.
         self.register_forward_hook(_count)
 
@@ -258,8 +321,13 @@ class MixtureBlock(Block):
 
 def _count(block: Any, _inputs: Any, _output: Any) -> None:
     if torch.is_grad_enabled():
-        counts_E = block.mixture.counts_E
-        block.rows_E = counts_E if block.rows_E is None else block.rows_E + counts_E
+        block.rows_E = _sum(block.rows_E, block.mixture.counts_E)
+        if block.mixture.router.observed:
+            block.entropy = _sum(block.entropy, block.mixture.router.entropy)
+
+
+def _sum(total: Tensor | None, more: Tensor) -> Tensor:
+    return more if total is None else total + more
 
 
 class MixtureTransformer(Transformer):

@@ -5,6 +5,7 @@ parallel ranks each route their own part of a sequence, so that experts are neve
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
 
-from components.config import Parallelism
-from models.moe import Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
+from components.config import Balancing, Parallelism
+from models.moe import Balance, Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
 from parallelize.mesh import Mesh
 from parallelize.sharding import own_slice
 
@@ -32,14 +33,28 @@ def expert_shards(mesh: Mesh, shards: DeviceMesh) -> DeviceMesh:
     return mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]
 
 
-def apply_expert_parallel(model: nn.Module, mesh: Mesh) -> None:
-    """Give each rank of ep its part of the experts of every layer, and every rank the whole routers."""
+def apply_expert_parallel(model: nn.Module, mesh: Mesh, config: Balancing, sequences: int, length: int) -> None:
+    """Give each rank of ep its part of the experts of every layer, and every rank the whole routers.
+
+    sequences, length: of the global batch.
+    """
     for module in model.modules():
         if isinstance(module, Mixture):
             _replicate(module.router, mesh)
+            if config.sequence_loss_factor or config.z_loss_factor:
+                factors = config.sequence_loss_factor / sequences, config.z_loss_factor / (sequences * length)
+                module.router.balance = Balance(*factors, length, partial(_summed, mesh))
             if mesh.degrees.ep > 1:
                 _share_out(module.experts, mesh["ep"])
                 module.exchange = AllToAll(mesh["ep"].get_group())
+
+
+def _summed(mesh: Mesh, counts: Tensor) -> Tensor:
+    """Over the ranks that have parts of the same sequences."""
+    for name in ("cp", "tp"):
+        if mesh[name].size() > 1:
+            dist.all_reduce(counts, group=mesh[name].get_group())
+    return counts
 
 
 def _replicate(router: Router, mesh: Mesh) -> None:
@@ -55,10 +70,11 @@ def _replicate(router: Router, mesh: Mesh) -> None:
         whole = DTensor.from_local(weight.detach(), mesh[dimensions], everywhere, run_check=False)
         router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
 
-    def forward(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(x_TD: Tensor, sequences_T: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         weight: Any = router.weight
         bias: Any = router.bias
-        return router.route(x_TD, weight.to_local(grad_placements=[Partial()] * len(dimensions)), bias.to_local())
+        own_weight = weight.to_local(grad_placements=[Partial()] * len(dimensions))
+        return router.route(x_TD, sequences_T, batch, own_weight, bias.to_local())
 
     router.forward = forward  # type: ignore[method-assign]
 

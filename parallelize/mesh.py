@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -168,7 +169,8 @@ class Mesh:
 def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     """A drawing of the mesh, as lines of text: a pair of brackets holds the ranks along the innermost dimension.
 
-    Of the dimensions larger than 1, the two innermost make a row; there is a row for each place in the others.
+    Of the dimensions larger than 1, the two innermost make a row; there is a row for each place in the others. With
+    expert parallel there is a second drawing of the same ranks, as they share experts.
     """
     order = ("dp_replicate", "dp_shard", "cp", "pp", "tp") if pipeline_first else tuple(_KEYS)
     used = [name for name in order if getattr(degrees, name) > 1]
@@ -176,18 +178,47 @@ def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
         return "one rank"
     *outer, across, inside = ["", *used] if len(used) == 1 else used
     in_group, groups = getattr(degrees, inside), getattr(degrees, across, 1)
-    width, shown = len(str(degrees.world_size - 1)), 8  # of each dimension
-    lines = ["ranks: in [ ] " + ", ".join([inside, *([f"across {across}"] if across else [])])]
-    rows = list(itertools.product(*(range(getattr(degrees, name)) for name in outer)))
-    for number, places in enumerate(rows[: 2 * shown]):
+    places = itertools.product(*(range(getattr(degrees, name)) for name in outer))
+    labels = [[f"{name} {place}" for name, place in zip(outer, each, strict=True)] for each in places]
+    brackets = [range(first, first + in_group) for first in range(0, degrees.world_size, in_group)]
+    rows = [brackets[first : first + groups] for first in range(0, len(brackets), groups)]
+    drawn = _drawn(f"ranks: in [ ] {inside}", across, labels, rows)
+    if degrees.ep == 1:
+        return drawn
+    return drawn + "\n" + _drawn("experts: in [ ] ep", "efsdp", *_shared_experts(degrees, pipeline_first))
+
+
+Brackets = Sequence[Sequence[int]]
+"""The ranks of each pair of brackets in a row."""
+
+
+def _drawn(title: str, across: str, labels: list[list[str]], rows: Sequence[Brackets]) -> str:
+    width, shown = len(str(rows[-1][-1][-1])), 8
+    lines = [title + (f", across {across}" if across else "")]
+    for label, groups in list(zip(labels, rows, strict=True))[: 2 * shown]:
         drawn = []
-        for group in range(min(groups, shown)):
-            first = (number * groups + group) * in_group
-            members = [f"{rank:{width}}" for rank in range(first, first + min(in_group, shown))]
-            drawn.append(f"[{' '.join(members)}{' ...' if in_group > shown else ''}]")
-        label = [f"{name} {place}" for name, place in zip(outer, places, strict=True)]
-        lines.append("  " + " ".join([*label, *drawn, *(["..."] if groups > shown else [])]))
+        for group in groups[:shown]:
+            members = [f"{rank:{width}}" for rank in group[:shown]]
+            drawn.append(f"[{' '.join(members)}{' ...' if len(group) > shown else ''}]")
+        lines.append("  " + " ".join([*label, *drawn, *(["..."] if len(groups) > shown else [])]))
     return "\n".join(lines + ["  ..."] * (len(rows) > 2 * shown))
+
+
+def _shared_experts(degrees: Degrees, pipeline_first: bool) -> tuple[list[list[str]], list[Brackets]]:
+    """Labels, and the groups of ranks that share the experts of a layer, for each stage and each replica."""
+    labels: list[list[str]] = []
+    rows: list[Brackets] = []
+    shards = degrees.dp_shard * degrees.cp
+    for pp, replica in itertools.product(range(degrees.pp), range(degrees.dp_replicate)):
+        ranks = []
+        for shard, tp in itertools.product(range(shards), range(degrees.tp)):
+            outer = (pp * degrees.dp_replicate + replica) * shards + shard
+            if pipeline_first:
+                outer = (replica * shards + shard) * degrees.pp + pp
+            ranks.append(outer * degrees.tp + tp)
+        labels.append([f"pp {pp}"] * (degrees.pp > 1) + [f"dp_replicate {replica}"] * (degrees.dp_replicate > 1))
+        rows.append([ranks[first : first + degrees.ep] for first in range(0, len(ranks), degrees.ep)])
+    return labels, rows
 
 
 def batch_rank(mesh: Mesh) -> int:

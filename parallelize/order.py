@@ -27,6 +27,7 @@ from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh
 from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
+from parallelize.rules.sizes import global_batch_size
 from parallelize.schedules import splits_backward
 from parallelize.tensor import apply_tensor_parallel
 
@@ -38,12 +39,13 @@ def parallelize(
     # The dimension that every parameter is sharded over; before it the replicas, if there are several.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
     of_experts = expert_shards(mesh, shards) if has_experts(model) else None
+    sequences = global_batch_size(config, mesh.degrees)
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
         apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, tp_plan)
-        apply_expert_parallel(stage, mesh)
+        apply_expert_parallel(stage, mesh, config.experts, sequences, config.training.seq_len)
         apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
         apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)
         apply_compile(stage, mesh, config.compile, config.parallelism)

@@ -142,11 +142,12 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
 
 
 def _unsharded_bytes(parameter: Tensor) -> int:
-    """Of the gradient of a parameter that FSDP has gathered: still split by tensor parallel, and in float32."""
+    """Of the gradient of a parameter that FSDP has gathered: still split by tensor or expert parallel, in float32."""
     if not isinstance(parameter, DTensor):
         return parameter.nbytes
     names = parameter.device_mesh.mesh_dim_names or ()
-    split = [dim for dim, name in enumerate(names) if name == "tp" and not parameter.placements[dim].is_replicate()]
+    dims = [dim for dim, name in enumerate(names) if name in ("tp", "ep")]
+    split = [dim for dim in dims if not parameter.placements[dim].is_replicate()]
     return 4 * parameter.numel() // math.prod(parameter.device_mesh.size(dim) for dim in split)
 
 

@@ -243,10 +243,12 @@ def _observe(case: Case, device: torch.device) -> Observation:
     balance: Callable[..., Any] = train.balance
     expert_rows: dict[str, Any] = {}
 
-    def balance_observed(*arguments: Any) -> None:
+    def balance_observed(*arguments: Any) -> Any:
         names = [name for stage in run.stages for name, part in stage.named_modules() if isinstance(part, MixtureBlock)]
-        for name, rows in zip(names, balance(*arguments) if names else (), strict=True):
+        all_rows = balance(*arguments)
+        for name, rows in zip(names, () if all_rows is None else all_rows, strict=True):
             expert_rows.setdefault(name, []).append(rows.tolist())
+        return all_rows
 
     vars(train)["clip_gradients"], vars(train)["balance"] = clip_observed, balance_observed
     first_weights, losses, norms = whole_weights(run), [], []

@@ -43,7 +43,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "model": tuple(MODELS),
     "ep": ("1", "2", "4"),
     "router": ("softmax", "sigmoid"),
-    "balance": ("false", "true"),
+    "balance": ("none", "bias", "losses"),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
     "compile": ("false", "true"),
@@ -60,6 +60,11 @@ NEEDS = {
     **dict.fromkeys(("schedule", "pipeline_first", "micro_batches", "splits"), "pp"),
 }
 """Axes that make no difference where a degree is 1."""
+BALANCE = {
+    "none": (),
+    "bias": ("--experts.bias_update_speed", "0.01"),
+    "losses": ("--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01"),
+}
 OF_EXPERTS = {"ep", "router", "balance"}
 """Axes that make no difference to models without experts."""
 RARE = {"compile": 8}
@@ -132,7 +137,7 @@ class Layout:
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
             *("--metrics.dynamics_freq", "3"),
-            *(("--experts.bias_update_speed", "0.01") if self["balance"] == "true" else ()),
+            *BALANCE[self["balance"]],
         )
 
     def overrides(self) -> tuple[str, ...]:

@@ -22,12 +22,24 @@ ranks: in [ ] tp, across cp
   dp_replicate 0 dp_shard 1 [ 4  5] [ 6  7]
   dp_replicate 1 dp_shard 0 [ 8  9] [10 11]
   dp_replicate 1 dp_shard 1 [12 13] [14 15]""",
+    Degrees(pp=2, dp_shard=2, tp=2, ep=4): """\
+ranks: in [ ] tp, across dp_shard
+  pp 0 [0 1] [2 3]
+  pp 1 [4 5] [6 7]
+experts: in [ ] ep, across efsdp
+  pp 0 [0 1 2 3]
+  pp 1 [4 5 6 7]""",
 }
 
 
 @pytest.mark.parametrize("degrees", DRAWINGS, ids=str)
 def test_a_layout_is_drawn(degrees: Degrees) -> None:
     assert draw_layout(degrees) == DRAWINGS[degrees]
+
+
+def test_experts_are_drawn_where_a_pipeline_is_inside() -> None:
+    drawn = draw_layout(Degrees(pp=2, dp_shard=4, ep=2), pipeline_first=True)
+    assert drawn.endswith("experts: in [ ] ep, across efsdp\n  pp 0 [0 2] [4 6]\n  pp 1 [1 3] [5 7]")
 
 
 def test_a_large_layout_is_cut_short() -> None:

@@ -5,6 +5,7 @@ from components.config.load import ROOT, load_config, mistake, to_dict
 from components.config.outputs import Checkpoint, Profiling
 from components.config.tables import (
     ActivationCheckpoint,
+    Balancing,
     Compile,
     DataLoader,
     Float8,

@@ -250,11 +250,15 @@ class Validation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
+class Balancing:
     """How a mixture's experts are kept equally busy."""
 
     bias_update_speed: Annotated[float, Ge(0)] = 0.0
     """Each step moves the bias of an expert's scores by this much towards the mean load (arXiv:2408.15664)."""
+    sequence_loss_factor: Annotated[float, Ge(0)] = 0.0
+    """Factor of a loss that is least where the experts of each sequence have equal loads (arXiv:2412.19437)."""
+    z_loss_factor: Annotated[float, Ge(0)] = 0.0
+    """Factor of the mean square of the log-sum-exp of a router's logits, which stay small (arXiv:2202.08906)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +303,7 @@ class JobConfig:
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
-    experts: Experts = field(default_factory=Experts)
+    experts: Balancing = field(default_factory=Balancing)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
     comm: Comm = field(default_factory=Comm)

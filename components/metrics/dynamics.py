@@ -1,4 +1,4 @@
-"""Training dynamics at every n-th step, by layer: norms of gradient, weights and update; attention logits.
+"""Training dynamics at every n-th step, by layer: norms of gradient, weights and update; attention logits; experts.
 
 Norms cover the trained parameters. All numbers are of the whole model and the whole global batch, so they are the same
 at every layout. Steps that are not sampled cost nothing.
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from models.moe import MixtureBlock
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, is_copy, local_part
 
@@ -35,6 +36,7 @@ class Dynamics:
         modules = [each for stage in stages for each in stage.named_modules()]
         cores = [(name, module) for name, module in modules if _is_attention_core(module)]
         self.cores: list[tuple[int, Any]] = [(self.layers[_part(name)], core) for name, core in cores]
+        self.mixtures = _Mixtures(model, modules)
         self.shards: list[_Shards] = []
 
     def start(self, step: int) -> None:
@@ -43,6 +45,7 @@ class Dynamics:
         if self.sampled:
             for _, core in self.cores:
                 core.largest_logit = torch.full((), -math.inf, device=self.mesh.device_type)
+            self.mixtures.observe()
 
     def before_update(self) -> None:
         """Called with final gradients, before clipping. A copy of the weights is kept until after_update."""
@@ -55,10 +58,14 @@ class Dynamics:
             split[groups].append((part, weight, local_part(gradient)[1]))
         self.shards = [_Shards(groups, shards, len(self.parts)) for groups, shards in split.items()]
 
-    def after_update(self) -> None:
-        """Reduce over ranks, with one or two messages for each dimension of the mesh, not for each layer."""
+    def after_update(self, expert_rows: Tensor | None = None) -> None:
+        """Reduce over ranks, with one or two messages for each dimension of the mesh, not for each layer.
+
+        expert_rows: (layers of these stages, E), as expert.py's balance gives them.
+        """
         if not self.sampled:
             return
+        self.mixtures.reduce(expert_rows, self.mesh)
         none = torch.zeros(3, len(self.parts), dtype=torch.float64, device=self.mesh.device_type)
         self.squares = sum((shards.squares() for shards in self.shards), none)
         self.shards = []
@@ -77,7 +84,51 @@ class Dynamics:
         gradient, weight, update = self.squares.sqrt()
         norms = {"gradient_norm": gradient, "weight_norm": weight, "update_ratio": update / weight}
         tables = {table: dict(zip(self.parts, values.tolist(), strict=True)) for table, values in norms.items()}
-        return tables | {"attention_logit_max": dict(zip(self.layers, self.logits.tolist(), strict=True))}
+        tables["attention_logit_max"] = dict(zip(self.layers, self.logits.tolist(), strict=True))
+        return tables | self.mixtures.tables()
+
+
+class _Mixtures:
+    """The layers with experts: loads, over the mean of a layer's experts, and the entropy of routers."""
+
+    def __init__(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        self.layers = [name for name, module in model.named_modules() if isinstance(module, MixtureBlock)]
+        own = ((self.layers.index(name), module) for name, module in modules if isinstance(module, MixtureBlock))
+        self.own: list[tuple[int, MixtureBlock]] = list(own)
+        config: Any = model.config
+        self.experts: int = config.n_experts if self.layers else 0
+        self.top_k: int = config.top_k if self.layers else 0
+
+    def observe(self) -> None:
+        for _, block in self.own:
+            block.mixture.router.observed, block.entropy = True, None
+
+    def reduce(self, rows: Tensor | None, mesh: Mesh) -> None:
+        if not self.layers:
+            return
+        sums = torch.zeros(len(self.layers), 1 + self.experts, dtype=torch.float64, device=mesh.device_type)
+        for number, (layer, block) in enumerate(self.own):
+            assert rows is not None
+            assert block.entropy is not None
+            sums[layer, 0], sums[layer, 1:] = block.entropy, rows[number]
+            block.mixture.router.observed = False
+        self.entropies, self.rows = sums[:, 0].clone(), sums[:, 1:].clone()
+        for name in ("pp", "dp_replicate", "fsdp", "tp"):
+            if mesh[name].size() > 1:
+                dist.all_reduce(self.entropies, group=mesh[name].get_group())
+        if mesh["pp"].size() > 1:  # other ranks' rows are among these
+            dist.all_reduce(self.rows, group=mesh["pp"].get_group())
+
+    def tables(self) -> dict[str, dict[str, float]]:
+        if not self.layers:
+            return {}
+        loads = self.rows / self.rows.mean(1, keepdim=True)
+        entropies = self.entropies * self.top_k / self.rows.sum(1)
+        numbers = {"expert_load_max": loads.amax(1), "router_entropy": entropies}
+        tables = {table: dict(zip(self.layers, values.tolist(), strict=True)) for table, values in numbers.items()}
+        each = zip(self.layers, loads.tolist(), strict=True)
+        of_experts = {f"{layer}.{number}": load for layer, own in each for number, load in enumerate(own)}
+        return tables | {"expert_load": of_experts}
 
 
 class _Shards:

@@ -173,6 +173,8 @@ DYNAMICS = {
     "weight_norm": ("weight norm by layer", ""),
     "update_ratio": ("update / weights by layer", "norms"),
     "attention_logit_max": ("largest attention logit by layer", ""),
+    "expert_load_max": ("busiest expert by layer", "over the mean"),
+    "router_entropy": ("entropy of the router by layer", "nats"),
 }
 
 

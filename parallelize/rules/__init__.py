@@ -191,10 +191,14 @@ RULES = [
         expert.ranks_misfit,
         "Experts are whole on a rank, and each rank has as many as every other.",
     ),
+    *(
+        Rule(f"experts.{key}", expert.balance_misfit(key), "A model without experts has no load to balance.")
+        for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
+    ),
     Rule(
-        "experts.bias_update_speed",
-        expert.bias_misfit,
-        "A model without experts has no load to balance.",
+        "experts.sequence_loss_factor",
+        expert.parts_misfit,
+        "The loss of a part of a sequence depends on the experts of all its tokens, also of those of later parts.",
     ),
     Rule(
         "parallelism.context_parallel_method",

@@ -1,5 +1,7 @@
 """Rules on mixtures of experts: each function gives the reason for a refusal, or an empty string."""
 
+from collections.abc import Callable
+
 from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import sizes_of
@@ -28,7 +30,18 @@ def ranks_misfit(config: JobConfig, degrees: Degrees) -> str:
     return ""
 
 
-def bias_misfit(config: JobConfig, degrees: Degrees) -> str:
-    if not config.experts.bias_update_speed or hasattr(sizes_of(config), "n_experts"):
+def balance_misfit(key: str) -> Callable[[JobConfig, Degrees], str]:
+    """A key of [experts] needs experts."""
+
+    def misfit(config: JobConfig, degrees: Degrees) -> str:
+        if not getattr(config.experts, key) or hasattr(sizes_of(config), "n_experts"):
+            return ""
+        return f"{config.model.name} {config.model.flavor} has no experts; 0 would do"
+
+    return misfit
+
+
+def parts_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.experts.sequence_loss_factor or config.parallelism.pipeline_parallel_sequence_splits == 1:
         return ""
-    return f"{config.model.name} {config.model.flavor} has no experts; 0 would do"
+    return "with pipeline_parallel_sequence_splits a part does not know the experts of later parts; 1 would do"
