@@ -123,7 +123,7 @@ def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module
 def check_ranks(sizes: Any, ranks: int) -> None:
     """Raises ConfigError where ranks cannot split a model of these sizes evenly."""
     split = {"attention heads": sizes.n_heads, "key/value heads": sizes.n_kv_heads}
-    split |= {"feed-forward columns": sizes.ffn_dim}
+    split |= {"feed-forward columns": sizes.tp_columns}
     uneven = [f"{size} {what}" for what, size in split.items() if size % ranks]
     if uneven:
         raise ConfigError(f"the model has {', '.join(uneven)}, which {ranks} ranks cannot share evenly")

@@ -7,7 +7,7 @@ receives the slices of one matrix, orthogonalises it, and sends every rank its s
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,14 +23,18 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """The nearest semi-orthogonal matrix, about: singular values end between 0.7 and 1.2. In the matrix's precision."""
+    """The nearest semi-orthogonal matrix, about: singular values end between 0.7 and 1.2. In the matrix's precision.
+
+    Of stacked matrices (E, F, D): each by itself.
+    """
     a, b, c = _COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    x = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+        gram = x @ x.mT
+        x = product(x, product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if matrix.shape[-2] > matrix.shape[-1] else x
 
 
 class Muon(torch.optim.Optimizer):
@@ -64,8 +68,11 @@ class Muon(torch.optim.Optimizer):
         ]
         self.slices = [slices_of(parameter) for _, parameter, _ in self.matrices]
         self.rank = dist.get_rank(group) if group else 0
-        shapes = [parameter.shape for _, parameter, _ in self.matrices]
-        self.shares = share_out(shapes, dist.get_world_size(group) if group else 1)
+        shapes = {number: parameter.shape for number, (_, parameter, _) in enumerate(self.matrices)}
+        self.own = [number for number, shape in shapes.items() if _is_whole(shape, self.slices[number])]
+        """Stacked matrices of which each rank holds some, whole, and no other rank the same ones."""
+        shared = {number: shape for number, shape in shapes.items() if number not in self.own}
+        self.shares = share_out(shared, dist.get_world_size(group) if group else 1)
         others.state = self.state
         self.param_groups += others.param_groups
 
@@ -76,6 +83,9 @@ class Muon(torch.optim.Optimizer):
         skip = None if found_inf is None else found_inf > 0
         vars(self.others)["found_inf"] = found_inf
         self.others.step()
+        for number in self.own:
+            momentum = self._momentum(number, skip)
+            self._move(number, orthogonalise(momentum, self.steps) if len(momentum) else momentum, skip)
         for numbers in itertools.zip_longest(*self.shares):
             sent = [None if number is None else self._momentum(number, skip) for number in numbers]
             slices = [() if number is None else self.slices[number] for number in numbers]
@@ -110,20 +120,25 @@ class Muon(torch.optim.Optimizer):
         """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""
         name, parameter, group = self.matrices[number]
         weights, step = Kept.of({"weight": parameter}, "weight", 0), self.state[parameter].get("step")
-        rate = group["lr"] * 0.2 * max(parameter.shape) ** 0.5
-        directions = direction.view(weights.values.shape)
+        rate = group["lr"] * 0.2 * max(parameter.shape[-2:]) ** 0.5
+        directions = direction.reshape(weights.values.shape)
         for rows, indices in chunks(parameter):
             weight = weights.read(rows).mul_(1 - group["lr"] * group["weight_decay"])
             weight.sub_(directions[rows].to(torch.float32) * rate)
             weights.write(rows, weight, RandomBits(indices, key_of(self.seed, name), step), skip)
 
 
-def share_out(shapes: Sequence[torch.Size], ranks: int) -> list[list[int]]:
+def _is_whole(shape: torch.Size, slices: Sequence[Slice]) -> bool:
+    whole = all(piece.shape[1:] == shape[1:] for piece in slices if math.prod(piece.shape))
+    return len(shape) == 3 and whole and sum(piece.shape[0] for piece in slices) == shape[0]
+
+
+def share_out(shapes: Mapping[int, torch.Size], ranks: int) -> list[list[int]]:
     """The numbers of the matrices that each rank orthogonalises: the largest first, to whoever has least work."""
-    work = [shape.numel() * min(shape) for shape in shapes]
+    work = {number: shape.numel() * min(shape[-2:]) for number, shape in shapes.items()}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
-    for number in sorted(range(len(shapes)), key=lambda number: -work[number]):
+    for number in sorted(shapes, key=lambda number: -work[number]):
         least = loads.index(min(loads))
         shares[least].append(number)
         loads[least] += work[number]

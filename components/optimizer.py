@@ -74,8 +74,8 @@ def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) ->
 
 
 def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
-    matrices = [group for group in groups if group["role"] == "matrix"]
-    others = [group for group in groups if group["role"] != "matrix"]
+    matrices = [group for group in groups if group["role"] in ("matrix", "expert")]
+    others = [group for group in groups if group["role"] not in ("matrix", "expert")]
     return Muon(
         matrices,
         _adam_of(others, config, shared),

@@ -56,7 +56,7 @@ def test_steps_are_those_of_torch() -> None:
 
 def test_work_is_shared_out_evenly() -> None:
     shapes = [torch.Size(shape) for shape in [(8, 8)] * 4 + [(8, 24)] * 3]
-    shares = share_out(shapes, 2)
+    shares = share_out(dict(enumerate(shapes)), 2)
     assert sorted(number for share in shares for number in share) == list(range(7))
     loads = [sum(shapes[number].numel() * min(shapes[number]) for number in share) for share in shares]
     assert max(loads) - min(loads) <= 8 * 8 * 8

@@ -32,7 +32,7 @@ class Optimizer:
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     """Adam (arXiv:1412.6980) decays the weights through the gradient, AdamW (arXiv:1711.05101) directly. Muon
-    (arXiv:2502.16982) orthogonalises the momentum of the layers' matrices; all other parameters have AdamW."""
+    (arXiv:2502.16982) orthogonalises the momentum of the matrices of layers and experts; all others have AdamW."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
     beta1: Beta = 0.9

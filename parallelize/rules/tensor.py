@@ -25,7 +25,7 @@ def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     sizes = sizes_of(config)
     split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
     widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
-    widths |= {"dim": sizes.dim, "ffn_dim": sizes.ffn_dim // degrees.tp}
+    widths |= {"dim": sizes.dim, "ffn_dim": sizes.tp_columns // degrees.tp}
     odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
 
@@ -64,7 +64,7 @@ def blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
     from parallelize.sharding import block_of
 
     sizes = sizes_of(config)
-    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.ffn_dim}
+    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.tp_columns}
     cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
     blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
     return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""
