@@ -43,9 +43,9 @@ from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
 from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
-from parallelize.mesh import Degrees, Mesh, batch_rank, resolve_degrees, sum_over_token_ranks
+from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
-from parallelize.rules import check_device, check_layout, global_batch_size
+from parallelize.rules import check_device, check_layout
 from parallelize.sharding import align_gradients, poison_if_not_finite
 
 Batch = dict[str, Tensor]

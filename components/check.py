@@ -29,8 +29,8 @@ from components.optimizer import state_bytes
 from components.start import check_devices, check_folders, check_initial_weights, with_recipe
 from components.state.folder import steps_in
 from models import MODELS, meta_model
-from parallelize.mesh import resolve_degrees
-from parallelize.rules import check_layout, global_batch_size, warnings
+from parallelize.mesh import global_batch_size, resolve_degrees
+from parallelize.rules import check_layout, warnings
 
 _GIB = 2**30
 _APART_SECONDS = 60

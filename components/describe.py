@@ -8,8 +8,7 @@ from torch import nn
 from components.config import JobConfig, to_dict
 from components.optimizer import state_bytes
 from models import MODELS, meta_model
-from parallelize.mesh import Degrees, draw_layout
-from parallelize.rules import global_batch_size
+from parallelize.mesh import Degrees, draw_layout, global_batch_size
 from parallelize.schedules import describe_stages
 from parallelize.sharding import describe_memory
 

@@ -72,7 +72,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         groups = mesh.groups() if mesh else {}
         # dp_shard or cp alone is fsdp too.
-        order = ("pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate", "holders", "ep", "efsdp")
+        order = ("holders", "ep", "efsdp", "pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
         named = ((name, groups[name]) for name in order if name in groups)
         self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
         self.bytes = self.peak = self.peak_before_update = 0

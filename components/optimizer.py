@@ -61,7 +61,7 @@ def shared_by(config: JobConfig, mesh: Mesh) -> Shared:
     """Called by every rank: it makes a process group if the optimizer needs one."""
     several = config.optimizer.name == "Muon" and mesh.degrees.world_size > mesh.degrees.pp
     precision = getattr(torch, config.training.mixed_precision_param)
-    return Shared(mesh.holders() if several else None, precision, config.debug.seed)
+    return Shared(mesh["holders"].get_group() if several else None, precision, config.debug.seed)
 
 
 def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:

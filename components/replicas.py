@@ -57,7 +57,8 @@ class Replicas:
                 if isinstance(tensor, DTensor):
                     names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements
                     split = {name for name, placement in zip(names, placements) if not placement.is_replicate()}
-                    yield label, everywhere & {*names} - split, tensor.to_local()
+                    held = everywhere if "holders" in names else everywhere & {*names}
+                    yield label, held - split, tensor.to_local()
                 elif isinstance(tensor, Tensor):
                     yield label, everywhere, tensor
 

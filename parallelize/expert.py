@@ -62,18 +62,17 @@ def _replicate(router: Router, mesh: Mesh) -> None:
 
     FSDP leaves routers alone: it would gather them in bfloat16, in which close scores are equal.
     """
-    dimensions = tuple(name for name in ("dp_replicate", "fsdp", "tp") if mesh[name].size() > 1)
-    if not dimensions:
+    holders = mesh["holders"]
+    if holders.size() == 1:
         return
-    everywhere = [Replicate()] * len(dimensions)
     for name, weight in list(router.named_parameters()):
-        whole = DTensor.from_local(weight.detach(), mesh[dimensions], everywhere, run_check=False)
+        whole = DTensor.from_local(weight.detach(), holders, [Replicate()], run_check=False)
         router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
 
     def forward(x_TD: Tensor, sequences_T: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         weight: Any = router.weight
         bias: Any = router.bias
-        own_weight = weight.to_local(grad_placements=[Partial()] * len(dimensions))
+        own_weight = weight.to_local(grad_placements=[Partial()])
         return router.route(x_TD, sequences_T, batch, own_weight, bias.to_local())
 
     router.forward = forward  # type: ignore[method-assign]
@@ -143,9 +142,8 @@ def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor)
     if not blocks:
         return None
     rows = torch.stack([block.rows_E for block in blocks if block.rows_E is not None])
-    for name in ("dp_replicate", "fsdp", "tp"):
-        if mesh[name].size() > 1:
-            dist.all_reduce(rows, group=mesh[name].get_group())
+    if mesh["holders"].size() > 1:
+        dist.all_reduce(rows, group=mesh["holders"].get_group())
     for block, rows_E in zip(blocks, rows, strict=True):
         block.rows_E = None
         bias, (first,) = own_slice(block.mixture.router.bias.detach())

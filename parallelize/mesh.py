@@ -93,6 +93,13 @@ def _nearest(given: dict[str, int], world_size: int) -> list[str]:
     return [text for _, text in sorted(found)[:3]] + [f"NGPU={ranks}"]
 
 
+def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
+    """Sequences of one optimizer step: as set; by default local_batch_size on every batch rank."""
+    if config.training.global_batch_size != -1:
+        return config.training.global_batch_size
+    return config.training.local_batch_size * degrees.batch_ranks
+
+
 def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> int:
     """Tokens of a sequence of this length with its padding: the next length that all ranks share evenly."""
     unit = degrees.cp
@@ -104,11 +111,15 @@ def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> in
     return -(-length // unit) * unit
 
 
+_ON_DEMAND = (("pp", "dp_replicate", "efsdp", "ep"), ("pp", "holders"))
+
+
 class Mesh:
     """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shards the weights.
 
     For experts the ranks of fsdp x tp are efsdp x ep: neighbours share the experts of a layer, and ranks of efsdp the
-    weights of the same experts. Needs an initialised process group.
+    weights of the same experts. holders are all ranks that hold parts of the same stages. Needs an initialised process
+    group.
     """
 
     def __init__(self, degrees: Degrees, device_type: str, pipeline_first: bool = False) -> None:
@@ -120,45 +131,36 @@ class Mesh:
         self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
-        self._holders: ProcessGroup | None = None
-        self._experts: DeviceMesh | None = None
+        self._made: dict[str, DeviceMesh] = {}
+        """Of _ON_DEMAND, by dimension."""
         self.degrees, self.device_type = degrees, device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
         if names not in self._slices:  # each slice that torch makes is a new object, at some cost
             asked = {names} if isinstance(names, str) else set(names)
             whole = self._batch if asked & {"dp_shard", "cp"} else self._weights
-            self._slices[names] = (self._of_experts() if asked & {"efsdp", "ep"} else whole)[names]
+            for own in _ON_DEMAND:
+                whole = self._on_demand(own) if asked & ({*own} - {"pp", "dp_replicate"}) else whole
+            self._slices[names] = whole[names]
         return self._slices[names]
 
-    def _of_experts(self) -> DeviceMesh:
-        """First asked for by all ranks: it makes groups."""
-        if self._experts is None:
+    def _on_demand(self, names: tuple[str, ...]) -> DeviceMesh:
+        """The same ranks by other dimensions. First asked for by all ranks: it makes groups."""
+        if names[-1] not in self._made:
             from torch.distributed.device_mesh import DeviceMesh
 
-            degrees, names = self.degrees, self._weights.mesh_dim_names or ()
-            ranks = self._weights.mesh.movedim(names.index("pp"), 0)
-            ranks = ranks.reshape(degrees.pp, degrees.dp_replicate, degrees.efsdp, degrees.ep)
-            names = ("pp", "dp_replicate", "efsdp", "ep")
-            self._experts = DeviceMesh(self.device_type, ranks, mesh_dim_names=names)
-        return self._experts
+            degrees = self.degrees
+            sizes = {"pp": degrees.pp, "dp_replicate": degrees.dp_replicate, "efsdp": degrees.efsdp, "ep": degrees.ep}
+            ranks = self._weights.mesh.movedim((self._weights.mesh_dim_names or ()).index("pp"), 0)
+            ranks = ranks.reshape([sizes.get(name, -1) for name in names])
+            self._made |= dict.fromkeys(names, DeviceMesh(self.device_type, ranks, mesh_dim_names=names))
+        return self._made[names[-1]]
 
     def groups(self) -> dict[str, ProcessGroup]:
-        """The process group of each dimension that this rank is in; and "holders", once they are asked for."""
-        names = ["pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp", *(["efsdp", "ep"] if self._experts else [])]
-        groups = {name: self[name].get_group() for name in names}
-        return groups | ({"holders": self._holders} if self._holders else {})
-
-    def holders(self) -> ProcessGroup:
-        """The ranks that hold parts of the same stages, as in the mesh of the weights; first asked for by all ranks."""
-        if self._holders is None:
-            from torch.distributed import get_rank, new_group
-
-            dimension = (self._weights.mesh_dim_names or ()).index("pp")
-            stages = self._weights.mesh.movedim(dimension, 0).flatten(start_dim=1).tolist()
-            groups = [new_group(ranks) for ranks in stages]  # every rank has to make each of them
-            self._holders = groups[next(stage for stage, ranks in enumerate(stages) if get_rank() in ranks)]
-        return self._holders
+        """The process group of each dimension that this rank is in; of experts and holders once they are asked for."""
+        names = ["pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp"]
+        names += [name for name in ("efsdp", "ep", "holders") if name in self._made]
+        return {name: self[name].get_group() for name in names}
 
     def peers(self, name: str) -> list[list[int]]:
         """The ranks of every group along pp, dp_replicate, fsdp or tp, also of those that this rank is not in."""

@@ -24,10 +24,9 @@ from parallelize.context import apply_context_parallel
 from parallelize.data import apply_data_parallel
 from parallelize.expert import apply_expert_parallel, expert_shards, has_experts
 from parallelize.float8 import apply_float8
-from parallelize.mesh import Mesh
+from parallelize.mesh import Mesh, global_batch_size
 from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
-from parallelize.rules.sizes import global_batch_size
 from parallelize.schedules import splits_backward
 from parallelize.tensor import apply_tensor_parallel
 

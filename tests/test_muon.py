@@ -100,7 +100,7 @@ def test_a_checkpoint_has_a_step_only_where_something_is_rounded() -> None:
 def test_of_ranks_with_the_same_slice_one_sends_it() -> None:
     """Each rank receives its half of the matrices once, and the results of all."""
     found = observe(*MUON, REPLICATE, "2", LOCAL, "18", ranks=2, steps=1, at_end=count_traffic).extra
-    assert 1.4 < found["holders", "all-to-all"] / parameter_bytes(("layers",)) < 1.6
+    assert 1.4 < found["dp_replicate", "all-to-all"] / parameter_bytes(("layers",)) < 1.6
 
 
 @pytest.mark.parametrize(

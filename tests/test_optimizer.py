@@ -4,7 +4,7 @@ import math
 import typing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from components.optimizer import (
 )
 from components.state.init import initialize_weights
 from models.llama import FLAVORS, Llama
+from models.parameters import Role
 from parallelize.sharding import exact_norms
 from tests.harness import observe
 
@@ -132,7 +133,7 @@ def test_matrices_decay_and_norms_do_not(name: str, implementation: str) -> None
     config = Optimizer(name=name, implementation=implementation, lr=0.1, weight_decay=0.5)  # type: ignore[arg-type]
     optimizer = build_optimizer([model], config)
     assert step(model, optimizer, 0.0) == {name: "norm" not in name for name, _ in model.named_parameters()}
-    assert [group["fused"] for group in optimizer.param_groups] == [implementation == "fused"] * 4
+    assert [group["fused"] for group in optimizer.param_groups] == [implementation == "fused"] * len(get_args(Role))
 
 
 def test_a_role_may_have_its_own_rate_and_decay() -> None:

@@ -15,6 +15,7 @@ from components.state.checkpoint import Checkpointer
 from models import MODELS, meta_model
 from models.llama import FLAVORS, Llama
 from models.loss import cross_entropy, linear_cross_entropy
+from models.moe import MixtureConfig
 from models.parameters import HEAD, MATRIX, NORM, Role, find_kind
 from parallelize.groups import gather
 from parallelize.sharding import describe_memory
@@ -121,9 +122,10 @@ def test_every_family_says_what_its_parameters_are(family: str) -> None:
         model = meta_model(family, flavor)
         kinds = {name: model.kind(name) for name, _ in model.named_parameters()}
         absent = {"head"} if sizes.tie_embeddings else set()
+        absent |= set() if isinstance(sizes, MixtureConfig) else {"router", "expert"}
         assert {kind.role for kind in kinds.values()} == {*get_args(Role)} - absent
         assert all(
-            (kind.role == "norm") == (parameter.ndim == 1)
+            (kind.role == "norm" or kind.zero) == (parameter.ndim == 1)
             for (_, parameter), kind in zip(model.named_parameters(), kinds.values(), strict=True)
         )
         tables = [kind for kind in kinds.values() if kind.role in ("embedding", "head")]

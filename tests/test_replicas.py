@@ -100,8 +100,8 @@ def test_a_run_stops_before_it_saves(tmp_path: Path) -> None:
     flip = "[parameter.data.to_local().view(-1)[:1].view(torch.int32).bitwise_xor_(1) for parameter in run.parameters]"
     fault = functools.partial(
         rewrite,
-        *("train", "train_step", "run.dynamics.after_update()"),
-        f"run.dynamics.after_update(); run.step == 3 and dist.get_rank() == 1 and {flip}",
+        *("train", "train_step", "update(run.optimizer, lr, accepted)"),
+        f"update(run.optimizer, lr, accepted); run.step == 3 and dist.get_rank() == 1 and {flip}",
     )
     observed = observe(
         *("--job.dump_folder", str(tmp_path), "--checkpoint.enable", "true", "--checkpoint.interval", "2"),

@@ -35,6 +35,7 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+EP, EXPERTS = "--parallelism.expert_parallel_degree", ("--model.name", "qwen3_moe", "--model.flavor", "tiny")
 SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
 REDUCE = "--parallelism.fsdp_reduce_gradients"
 COMPILE = ("--compile.enable", "true")
@@ -169,6 +170,26 @@ CASES = [
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 1, "dim": 96},
     ),
+    Refused("experts' ranks", (TP, "2", EP, "2"), "llama changed has no experts; 1 would do", ""),
+    Refused("experts' ranks", (*EXPERTS, TP, "2", EP, "4"), "8 experts on 2 ranks.*; 1 or 2 would do", ""),
+
+    *(
+        Refused(f"experts.{key}", (f"--experts.{key}", "0.1"), "llama changed has no experts; 0 would do", "", ranks=1)
+        for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
+    ),
+    Refused(
+        "experts of parts",
+        (*EXPERTS, PP, "2", SPLITS, "2", "--experts.sequence_loss_factor", "0.1"),
+        "a part does not know the experts of later parts",
+        "",
+    ),
+    Refused(
+        "export of biases",
+        (*EXPERTS, "--experts.bias_update_speed", "0.1", "--checkpoint.last_save_in_hf", "--checkpoint.enable"),
+        "have no place for the biases",
+        "",
+        ranks=1,
+    ),
     Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
 ]  # fmt: skip
 
@@ -287,7 +308,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
 
 
 def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'model.name = "lama": not one of llama, qwen3; did you mean llama\?'):
+    with pytest.raises(ConfigError, match=r'"lama": not one of llama, qwen3, qwen3_moe; did you mean llama\?'):
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))

@@ -44,6 +44,9 @@ def load_config(argv: list[str]) -> JobConfig:
             mistakes += error.messages
         if len(mistakes) >= _MOST_MISTAKES:  # each of them is compared with every name
             raise ConfigError([*mistakes, "and perhaps more"])
+    model = values.get("model.name"), values.get("model.flavor")
+    if model in names.RENAMED_MODELS:
+        values["model.name"], values["model.flavor"] = names.RENAMED_MODELS[model]
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)

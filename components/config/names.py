@@ -29,8 +29,16 @@ RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("training.dataset", "c4_test"): "kjv",
 }
 
+# Models of torchtitan that are of another family here: (name, flavor) there -> here.
+RENAMED_MODELS: dict[tuple[str, str], tuple[str, str]] = {
+    ("qwen3", "debugmodel_moe"): ("qwen3_moe", "debug"),
+    **{("qwen3", flavor): ("qwen3_moe", flavor) for flavor in ("30B-A3B", "235B-A22B")},
+}
+
 _NOT_YET = "not available yet"
-_EXPERTS = "there are no mixture-of-experts models here"
+_FAMILIES = "not available; the family with experts here is qwen3_moe"
+_WHOLE_EXPERTS = "experts are whole on a rank: tensor parallel ranks each route their own part of a sequence"
+_GROUPED = "the products of experts are in the precision of training.mixed_precision_param"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
 _GATHERED = "weights are gathered in the precision of training.mixed_precision_param"
 _MX = "MX formats are not available"
@@ -41,10 +49,9 @@ _VALIDATION = ("validation.enable",)
 
 # Values that torchtitan has for a key of ours, and that do not exist here -> why, or what does the same.
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
-    **{("model.name", name): _EXPERTS for name in ("deepseek_v3", "gpt_oss", "llama4")},
+    **{("model.name", name): _FAMILIES for name in ("deepseek_v3", "gpt_oss", "llama4")},
     **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
     **{("model.flavor", f"8B_{kind}"): _MASK for kind in ("flex", "varlen")},
-    **{("model.flavor", flavor): _EXPERTS for flavor in ("debugmodel_moe", "30B-A3B", "235B-A22B")},
     ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
 }
 
@@ -55,24 +62,30 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "model.print_after_conversion": Unavailable(False, _NOT_YET),
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
     "training.gc_debug": Unavailable(False, _NOT_YET),
-    "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(True, _EXPERTS),
-    "parallelism.expert_tensor_parallel_degree": Unavailable(1, _EXPERTS),
-    "parallelism.expert_parallel_comm_backend": Unavailable("standard", _EXPERTS),
+    "parallelism.pipeline_parallel_expert_parallel_overlap": Unavailable(
+        True, "schedules do not overlap the messages of experts with another micro-batch; leave it out"
+    ),
+    "parallelism.expert_tensor_parallel_degree": Unavailable(1, _WHOLE_EXPERTS),
+    "parallelism.expert_parallel_comm_backend": Unavailable(
+        "standard", "rows are exchanged by all-to-alls; another Exchange would stand in parallelize/expert.py"
+    ),
     "checkpoint.enable_ft_dataloader_checkpoints": Unavailable(True, _TORCHFT),
     "checkpoint.initial_load_in_hf_quantized": Unavailable(False, "weights are loaded in 16 or 32 bits only"),
     "checkpoint.create_seed_checkpoint": Unavailable(
         False, "weights at step 0 are the same at every layout without one; leave it out"
     ),
-    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(["moe.router.gate"], _EXPERTS),
+    "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Unavailable(
+        ["moe.router.gate"], "routers are always computed again, other products in turns; leave it out"
+    ),
     "activation_checkpoint.visualize_memory_budget_pareto": Unavailable(False, _NOT_YET),
     "quantize.linear.float8.enable_fsdp_float8_all_gather": Unavailable(False, _GATHERED, _FLOAT8),
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": Unavailable(False, _GATHERED, _FLOAT8),
     "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": Unavailable("triton", _MX, _FLOAT8),
     "quantize.linear.mx.recipe_name": Unavailable("mxfp8_cublas", _MX, _FLOAT8),
     "quantize.linear.mx.filter_fqns": Unavailable(["output"], _MX, _FLOAT8),
-    "quantize.grouped_mm.float8.fqns": Unavailable([], _EXPERTS, _FLOAT8),
+    "quantize.grouped_mm.float8.fqns": Unavailable([], _GROUPED, _FLOAT8),
     "quantize.grouped_mm.mx.recipe_name": Unavailable("mxfp8", _MX, _FLOAT8),
-    "quantize.grouped_mm.mx.fqns": Unavailable([], _EXPERTS, _FLOAT8),
+    "quantize.grouped_mm.mx.fqns": Unavailable([], _GROUPED, _FLOAT8),
     "comm.trace_buf_size": Unavailable(20000, "set TORCH_FR_BUFFER_SIZE in the environment instead"),
     "comm.save_traces_folder": Unavailable("comm_traces", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
     "comm.save_traces_file_prefix": Unavailable("rank_", "set TORCH_FR_DUMP_TEMP_FILE in the environment instead"),
@@ -94,7 +107,9 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "validation.dataloader.persistent_workers": Unavailable(False, "validation loads in the rank itself", _VALIDATION),
     "validation.dataloader.pin_memory": Unavailable(False, "validation loads in the rank itself", _VALIDATION),
     "validation.dataloader.prefetch_factor": Unavailable(None, "validation loads in the rank itself", _VALIDATION),
-    "debug.moe_force_load_balance": Unavailable(False, _EXPERTS),
+    "debug.moe_force_load_balance": Unavailable(
+        False, "tokens go where the router sends them; a dry run assumes equal loads"
+    ),
 }
 
 _SHARD = "parallelism.data_parallel_shard_degree"
@@ -105,8 +120,21 @@ _WEIGHTS_ALONE = f"{_OFFLOAD}: weights alone would have to come back for every u
 _CP = "parallelism.context_parallel_degree"
 _ACCUMULATION = "training.global_batch_size, from which accumulation steps follow"
 
+_CAPACITY = "no row is dropped here, since which one would depend on the layout; leave it out"
+_BALANCE = "experts.sequence_loss_factor, whose loss is of each sequence: one of each micro-batch depends on the layout"
+
 # Keys of other systems, by their last name -> what to write here.
 FOREIGN: dict[str, str] = {
+    # Experts
+    **dict.fromkeys(("ep", "ep_size", "ep_degree", "expert_model_parallel_size"), "parallelism.expert_parallel_degree"),
+    **dict.fromkeys(("capacity_factor", "moe_expert_capacity_factor", "expert_capacity"), _CAPACITY),
+    **dict.fromkeys(("drop_tokens", "moe_pad_expert_input_to_capacity"), _CAPACITY),
+    **dict.fromkeys(("router_jitter_noise", "jitter_noise", "moe_input_jitter_eps"), "nothing: no noise is added"),
+    **dict.fromkeys(
+        ("aux_loss_coef", "router_aux_loss_coef", "moe_aux_loss_coeff", "load_balance_loss_weight"), _BALANCE
+    ),
+    **dict.fromkeys(("z_loss_coef", "moe_z_loss_coeff", "router_z_loss_coef"), "experts.z_loss_factor"),
+    **dict.fromkeys(("load_balance_coeff", "moe_router_bias_update_rate"), "experts.bias_update_speed"),
     # DDP, FSDP, HSDP
     "dp_replicate_size": _REPLICATE,
     "dp_shard_size": _SHARD,

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from models.moe import MixtureBlock
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, is_copy, local_part
 
@@ -92,9 +91,10 @@ class _Mixtures:
     """The layers with experts: loads, over the mean of a layer's experts, and the entropy of routers."""
 
     def __init__(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
-        self.layers = [name for name, module in model.named_modules() if isinstance(module, MixtureBlock)]
-        own = ((self.layers.index(name), module) for name, module in modules if isinstance(module, MixtureBlock))
-        self.own: list[tuple[int, MixtureBlock]] = list(own)
+        self.layers = [name for name, module in model.named_modules() if _has_experts(module)]
+        self.own: list[tuple[int, Any]] = [
+            (self.layers.index(name), module) for name, module in modules if _has_experts(module)
+        ]
         config: Any = model.config
         self.experts: int = config.n_experts if self.layers else 0
         self.top_k: int = config.top_k if self.layers else 0
@@ -109,11 +109,10 @@ class _Mixtures:
         sums = torch.zeros(len(self.layers), 1 + self.experts, dtype=torch.float64, device=mesh.device_type)
         for number, (layer, block) in enumerate(self.own):
             assert rows is not None
-            assert block.entropy is not None
             sums[layer, 0], sums[layer, 1:] = block.entropy, rows[number]
             block.mixture.router.observed = False
         self.entropies, self.rows = sums[:, 0].clone(), sums[:, 1:].clone()
-        for name in ("pp", "dp_replicate", "fsdp", "tp"):
+        for name in ("pp", "holders"):
             if mesh[name].size() > 1:
                 dist.all_reduce(self.entropies, group=mesh[name].get_group())
         if mesh["pp"].size() > 1:  # other ranks' rows are among these
@@ -165,6 +164,10 @@ def _part(name: str) -> str:
     """layers.0.attention.wq.weight -> layers.0; norm.weight -> norm."""
     first, second, *_ = name.split(".")
     return f"{first}.{second}" if second.isdigit() else first
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "mixture")
 
 
 def _is_attention_core(module: nn.Module) -> bool:

@@ -190,10 +190,24 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
     try:
         together(begin, first_only=True)
         reader = open_reader(checkpoint)
+        _check_left_out(model, reader)
         together(lambda: write(reader))
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+
+
+def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:
+    """Raises ConfigError on every rank if a parameter is not 0 for which the folder has no place."""
+    shapes = {f"model.{name}": each.shape for name, each in model.named_parameters() if not model.hf_name(name)}
+    if not shapes:
+        return
+    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    with warnings.catch_warnings(action="ignore"):
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    if moved := [name for name, tensor in tensors.items() if tensor.any()]:
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        raise ConfigError(f"{reader.path}: {moved[0]}{more} is not 0, and a Hugging Face folder has no place for it")
 
 
 def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:

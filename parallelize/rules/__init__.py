@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from components.config import ConfigError, JobConfig, mistake
-from parallelize.mesh import Degrees
+from parallelize.mesh import Degrees, global_batch_size
 from parallelize.rules import compile, expert, pipeline, tensor
-from parallelize.rules.sizes import global_batch_size, near_multiples, not_among, sizes_of
+from parallelize.rules.sizes import near_multiples, not_among, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES
 
@@ -194,6 +194,11 @@ RULES = [
     *(
         Rule(f"experts.{key}", expert.balance_misfit(key), "A model without experts has no load to balance.")
         for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
+    ),
+    Rule(
+        "checkpoint.last_save_in_hf",
+        expert.export_misfit,
+        "Their models would choose experts without the biases: other experts than those that were trained.",
     ),
     Rule(
         "experts.sequence_loss_factor",

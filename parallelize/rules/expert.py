@@ -45,3 +45,18 @@ def parts_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.experts.sequence_loss_factor or config.parallelism.pipeline_parallel_sequence_splits == 1:
         return ""
     return "with pipeline_parallel_sequence_splits a part does not know the experts of later parts; 1 would do"
+
+
+def export_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models import MODELS
+
+    names = MODELS[config.model.name][0].hf_names
+    if not (config.checkpoint.last_save_in_hf and config.experts.bias_update_speed) or names.get(_BIAS):
+        return ""
+    return (
+        f"Hugging Face's files of {config.model.name} have no place for the biases that experts.bias_update_speed "
+        "moves; experts.sequence_loss_factor balances without them"
+    )
+
+
+_BIAS = "layers.*.feed_forward.router.bias"

@@ -1,8 +1,8 @@
 """Rules on pipelines: each function gives the reason why a pipeline is refused, or an empty string."""
 
 from components.config import JobConfig
-from parallelize.mesh import Degrees
-from parallelize.rules.sizes import global_batch_size, near_multiples, sizes_of
+from parallelize.mesh import Degrees, global_batch_size
+from parallelize.rules.sizes import near_multiples, sizes_of
 from parallelize.schedules import layers_of_stages, name_of_schedule, number_of_stages, schedule_of
 from parallelize.tables import read_table, stages_of_table, wrong_with
 

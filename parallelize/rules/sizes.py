@@ -5,14 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from components.config import JobConfig
-from parallelize.mesh import Degrees
-
-
-def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """Sequences of one optimizer step: as set; by default local_batch_size on every batch rank."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    return config.training.local_batch_size * degrees.batch_ranks
 
 
 def sizes_of(config: JobConfig) -> Any:

@@ -6,6 +6,7 @@ from operator import attrgetter
 
 from components.config import ConfigError, JobConfig
 from parallelize.mesh import Degrees
+from parallelize.rules.sizes import sizes_of
 
 PROVEN = "2.13"
 PRIVATE: dict[str, dict[str, str]] = {
@@ -41,6 +42,12 @@ PRIVATE: dict[str, dict[str, str]] = {
         "permute_tensor reduce_scatter_single",
     },
     "ulysses": {"torch.distributed._functional_collectives": "all_to_all_single_autograd"},
+    "experts": {
+        "torch.distributed.fsdp._fully_shard._fsdp_common": "FSDPMeshInfo HSDPMeshInfo ShardPlacementResult",
+    },
+    "expert parallel": {
+        "torch.distributed._functional_collectives": "AsyncCollectiveTensor.wait all_to_all_single_autograd",
+    },
     "attention in steps": {
         "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
         "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
@@ -76,6 +83,8 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         "memory snapshots": config.profiling.enable_memory_snapshot,
         "tensor parallel": degrees.tp > 1,
         config.parallelism.context_parallel_method: degrees.cp > 1,
+        "experts": hasattr(sizes_of(config), "n_experts"),
+        "expert parallel": degrees.ep > 1,
         "attention in steps": splits or (degrees.cp > 1 and config.parallelism.context_parallel_method == "ring"),
         "tables of actions": splits or bool(config.parallelism.pipeline_parallel_schedule_csv),
         "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
