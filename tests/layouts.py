@@ -228,15 +228,26 @@ def main_layouts(product_ranks: int = 8) -> list[Layout]:
         *(each for each in main if each.ranks <= product_ranks),
         *(each for each in _product(DEGREES, pp=("1",)) if each.ranks > product_ranks),
         *_product(DEGREES, pp=AXES["pp"][1:]),
+        *(each for each in _of_experts() if each.ranks <= product_ranks),
     ]
+
+
+def _of_experts() -> list[Layout]:
+    """Layouts of models with experts: of all degrees, both routers, and schedules where there is one."""
+    found = [
+        *_product([*DEGREES[:3], "ep", "router"], pp=("1",), model=tuple(_WITH_EXPERTS)),
+        *_product(["dp", "ep", "schedule"], pp=("2",), tp=("1",), cp=("1",), model=tuple(_WITH_EXPERTS)),
+    ]
+    return [each for each in found if each["model"] in _WITH_EXPERTS]
 
 
 def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
     """Layouts of every combination of these axes, up to MOST_RANKS ranks; the others have their settings in turn."""
+    axes = list(dict.fromkeys([*axes, *narrowed]))
     values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
     found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
     turns = random.Random(0)
-    others = [axis for axis in AXES if axis not in axes]
+    others = [axis for axis in AXES if axis not in axes and axis not in narrowed]
     chosen = [
         layout(**dict(each.cell) | {axis: _draw(turns, axis) for axis in others})
         for each in found

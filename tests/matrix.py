@@ -19,7 +19,7 @@ from typing import Any
 from components.config import ROOT
 from tests import composition
 from tests.harness import BARS, Case, Observation, figures, observe, observe_all
-from tests.layouts import AXES, LABELS, MESH, Layout, any_layout, main_layouts, spread
+from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, Layout, any_layout, main_layouts, spread
 
 
 @dataclass(frozen=True)
@@ -87,17 +87,19 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="every layout; then write docs/composition.md")
     parser.add_argument("--product-ranks", type=int, default=8, metavar="N", help="multiply out to N ranks with --all")
     parser.add_argument("--random", type=int, default=0, metavar="N")
-    parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="fix an axis of those drawn")
+    parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="layouts with this setting")
+    parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, metavar="N", help="layouts of up to N ranks")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS, help="a line for each layout is added to this file")
     parser.add_argument("--resume", action="store_true", help="leave out what this code has proven there")
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
+    fixed = dict(word.split("=", 1) for word in options.set)
     if options.random:
-        fixed = dict(word.split("=", 1) for word in options.set)
         chosen = [any_layout(draw, **fixed) for _ in range(options.random)]
     else:
         chosen = main_layouts(options.product_ranks) if options.all else spread(options.seed)
+    chosen = [each for each in chosen if each.ranks <= options.most_ranks and fixed.items() <= {*each.cell}]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if options.resume:
         rows = composition.read(options.results)
@@ -122,7 +124,7 @@ def main(argv: list[str]) -> int:
             record["flips"] = result.flips
             print(json.dumps(record | {"seconds": round(result.seconds, 2)}), file=file, flush=True)
     print(f"{counts} in {time.perf_counter() - started:.0f} s")
-    if options.all:
+    if options.all and not fixed:
         composition.write(composition.read(options.results), AXES, BARS)
         print(f"written: {composition.PAGE.relative_to(ROOT)}")
     return int(bool(counts.get("broken") or counts.get("error")))
