@@ -125,8 +125,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
 def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[nn.Module], *datasets: Any) -> Run:
     """The run at step 0 of stages that have memory, with the datasets of build_datasets."""
     whole = meta_model(config.model.name, config.model.flavor)
-    sizes = MODELS[config.model.name][1][config.model.flavor]
-    pipeline = Pipeline(stages, sizes.n_layers, sizes.dim, mesh, config, device) if mesh.degrees.pp > 1 else None
+    pipeline = Pipeline(stages, whole.config, mesh, config, device) if mesh.degrees.pp > 1 else None
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
     optimizer = build_optimizer(stages, config.optimizer, shared_by(config, mesh))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from components.config import JobConfig, Parallelism
+from models.transformer import TransformerConfig
 from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of
@@ -74,11 +75,11 @@ class Pipeline:
     """Runs micro-batches through the stages of all ranks; every rank makes the same calls."""
 
     def __init__(
-        self, stages: list[nn.Module], layers: int, dim: int, mesh: Mesh, config: JobConfig, device: torch.device
+        self, stages: list[nn.Module], sizes: TransformerConfig, mesh: Mesh, config: JobConfig, device: torch.device
     ) -> None:
-        """layers and dim: of the whole model."""
+        """sizes: of the whole model."""
         pp, self._device, parallelism = mesh["pp"], device, config.parallelism
-        self._group, self._count = pp.get_group(), number_of_stages(parallelism, layers)
+        self._group, self._count = pp.get_group(), number_of_stages(parallelism, sizes.n_layers)
         self._owner = {
             stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
         }
@@ -90,7 +91,7 @@ class Pipeline:
         """Parts of each sequence."""
         self.passes = self.micro_batches * self._splits
         """Forward passes of a stage in one call of forward_backward: what a schedule calls its micro-batches."""
-        tokens, hidden, loss = _passed_on(dim, config, mesh.degrees)
+        tokens, hidden, loss = _passed_on(sizes.dim, config, mesh.degrees)
         self._valid = 1
         stage_class = PipelineStage if self._splits == 1 else PartStage
         # Without input_args and output_args, stages run a forward for shape inference in the first step.

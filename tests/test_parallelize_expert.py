@@ -1,0 +1,145 @@
+"""Expert parallel: the run of one process at every degree, its planted faults, its messages, and resuming."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from models import MODELS
+from tests.harness import Observation, broken_bars, figures, observe, rewrite
+from tests.test_collectives import count_traffic
+
+EP, TP = "--parallelism.expert_parallel_degree", "--parallelism.tensor_parallel_degree"
+SHARD, CP = "--parallelism.data_parallel_shard_degree", "--parallelism.context_parallel_degree"
+LOCAL, LENGTH = "--training.local_batch_size", "--training.seq_len"
+MOE = ("--model.name", "qwen3_moe", "--experts.bias_update_speed", "0.01")
+LABELS = (30, 1, 32, 7, 0, 5)
+
+
+@functools.cache
+def one_process(*more: str) -> Observation:
+    return observe(*MOE, *more, valid_labels=LABELS)
+
+
+FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, str, str, str]]] = {
+    "the gate's gradient is taken for whole": (
+        "gradient",
+        (TP, "2"),
+        ("parallelize.expert", "_replicate", "grad_placements=[Partial()]", "grad_placements=[Replicate()]"),
+    ),
+    "tp is left out of the count": (
+        "expert rows",
+        (TP, "2"),
+        ("parallelize.expert", "balance", 'if mesh["holders"].size() > 1', 'if mesh["fsdp"].size() > 1'),
+    ),
+    "gradients of experts are averaged": (
+        "gradient",
+        (SHARD, "2", LOCAL, "18", EP, "2"),
+        ("parallelize.data", "apply_data_parallel", "divide_factor(1.0)", "divide_factor(2.0)"),
+    ),
+    "the norm leaves experts out": (
+        "gradient norm",
+        (SHARD, "2", LOCAL, "18", EP, "2"),
+        ("components.optimizer", "local_gradients", "is not None:", "is not None and parameter.ndim < 3:"),
+    ),
+    "padding is routed": (
+        "expert rows",
+        (TP, "2", LENGTH, "33"),
+        ("models.moe", "Mixture.routed", "if padding_BS is None:", "if True:"),
+    ),
+    "rows are not brought into the order of experts": (
+        "gradient",
+        (SHARD, "2", LOCAL, "18", EP, "2"),
+        ("parallelize.expert", "AllToAll.dispatch", "expert_R.argsort(stable=True)", "torch.arange(len(expert_R))"),
+    ),
+    "a bias moves by the rows of one rank": (
+        "weights",
+        (SHARD, "2", LOCAL, "18"),
+        ("parallelize.expert", "balance", "dist.all_reduce(rows,", "dist.all_reduce(rows.clone(),"),
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str) -> None:
+    figure, layout, old = FAULTS[fault]
+    more = layout[layout.index(LENGTH) :] if LENGTH in layout else ()
+    observed = observe(*MOE, *layout, ranks=2, valid_labels=LABELS, mutate=functools.partial(rewrite, *old))
+    assert figure in broken_bars(observed, one_process(*more)), figures(observed, one_process(*more))
+
+
+LOSSES = ("--model.name", "qwen3_moe", "--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01")
+
+
+def test_the_loss_of_a_sequence_counts_the_rows_of_all_its_ranks() -> None:
+    one = observe(*LOSSES, valid_labels=LABELS)
+    assert not broken_bars(observe(*LOSSES, CP, "2", EP, "2", ranks=2, valid_labels=LABELS), one)
+    plant = functools.partial(rewrite, "parallelize.expert", "_summed", "mesh[name].size() > 1", "False")
+    observed = observe(*LOSSES, CP, "2", EP, "2", ranks=2, valid_labels=LABELS, mutate=plant)
+    assert "gradient" in broken_bars(observed, one)
+    without = observe(*LOSSES[:2], valid_labels=LABELS)
+    assert figures(without, one)["gradient"] > 1e-2
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_routing_that_differs_is_replayed(padded: bool) -> None:
+    """A router that is disturbed at a layout: tokens flip, and with one process's routing the run is its run."""
+    more = (LENGTH, "33") if padded else ()
+    one = one_process(*more)
+    assert one.routing.smallest_gap() > 0
+    disturb = functools.partial(
+        rewrite,
+        "models.moe",
+        "Router.choose",
+        "config = self.config",
+        "config = self.config; scores_TE = scores_TE.flip(0)",
+    )
+    options: dict[str, Any] = {"ranks": 2, "valid_labels": LABELS, "mutate": disturb}
+    assert "expert rows" in broken_bars(observe(*MOE, *more, TP, "2", EP, "2", **options), one)
+    replayed = observe(*MOE, *more, TP, "2", EP, "2", **options, routing=one.routing)
+    assert replayed.routing.flips > 100
+    assert not broken_bars(replayed, one)
+
+
+def test_a_run_goes_on_at_other_degrees(tmp_path: Path) -> None:
+    """A step at each of three layouts: the biases move on, and weights are those of one process."""
+    run = functools.partial(observe, *MOE, "--checkpoint.enable", "true", steps=1, valid_labels=LABELS)
+    layouts = (((SHARD, "2", LOCAL, "18", EP, "2"), 2), ((TP, "2"), 2), ((), 1))
+    for layout, ranks in layouts:
+        last = run(*layout, ranks=ranks, folder=str(tmp_path / "several"))
+    for _ in layouts:
+        alone = run(folder=str(tmp_path / "one"))
+    for name, weight in alone.weights.items():
+        assert weight.any(), name
+        assert ((last.weights[name] - weight).norm() / weight.norm()).item() < 1e-5, name
+    biases = [name for name in alone.weights if name.endswith("router.bias")]
+    assert all(last.weights[name].equal(alone.weights[name]) for name in biases)
+    forgotten = functools.partial(
+        rewrite,
+        *("train", "resume", "run.guards.load(state)"),
+        "run.guards.load(state); [each.zero_() for name, each in run.stages[0].named_parameters() if '.bias' in name]",
+    )
+    again = run(folder=str(tmp_path / "one"), mutate=forgotten)
+    assert any(again.weights[name].abs().max() < 0.02 for name in biases)
+
+
+def test_rows_travel_as_often_as_the_formula_says() -> None:
+    """Forward and backward send each row to its expert and back; counts go once a forward."""
+    layout = (*MOE, SHARD, "2", LOCAL, "18", EP, "2")
+    found = observe(*layout, ranks=2, steps=1, at_end=count_traffic).extra
+    sizes = MODELS["qwen3_moe"][1]["tiny"]
+    rows = 18 * 32 * sizes.top_k
+    expected = sizes.n_layers * (4 * rows * sizes.dim * 4 + sizes.n_experts * 8)
+    sent = sum(size for (_, kind), size in found.items() if kind == "all-to-all")
+    assert abs(sent / expected - 1) < 0.1
+
+
+def test_bfloat16_routes_in_float32_and_is_near_one_process() -> None:
+    half = ("--training.mixed_precision_param", "bfloat16")
+    one = one_process(*half)
+    for layout in ((SHARD, "2", LOCAL, "18", EP, "2"), (SHARD, "2", LOCAL, "18")):
+        observed = observe(*MOE, *half, *layout, ranks=2, valid_labels=LABELS, routing=one.routing)
+        assert figures(observed, one)["gradient"] < 1e-2
+    assert torch.isfinite(torch.tensor(one.losses)).all()
