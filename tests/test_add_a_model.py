@@ -57,7 +57,7 @@ def test_it_trains(repository: Path) -> None:
 
 def test_the_matrix_proves_it(repository: Path) -> None:
     """Layouts drawn from all axes, but of the new family."""
-    said = python(repository, "-m", "tests.matrix", "--random", "4", "--seed", "3987", "--set", "model=palm")
+    said = python(repository, "-m", "tests.matrix", "--random", "4", "--seed", "179", "--set", "model=palm")
     assert said.count("proven") >= 2, said
     assert "broken" not in said
     assert "error" not in said

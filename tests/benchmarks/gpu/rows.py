@@ -27,6 +27,7 @@ SIZES = (
 """Of all paths: heads of 64, and sequences of several blocks of attention."""
 _FLOAT32, _BFLOAT16, _FLOAT8 = (1e-5, 1e-4), (2e-3, 5e-2), (1e-2, 0.3)
 _DOCUMENTS = ("--training.document_mask", "true")
+_EXPERTS = ("--model.name", "qwen3_moe", "--model.flavor", "debug")
 _COMPILE = ("--compile.enable", "true")
 _BUDGET = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "0.3")
 _SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
@@ -56,6 +57,10 @@ PATHS = [
     FastPath("bfloat16, compiled, memory budget 0.3", _mixed(*_COMPILE, *_BUDGET), _BFLOAT16),
     FastPath("bfloat16, weights on the host", _mixed("--training.enable_cpu_offload", "true"), _BFLOAT16),
     FastPath("bfloat16, deterministic", _mixed("--debug.deterministic", "true"), _BFLOAT16),
+    FastPath("float32, experts", ("--training.mixed_precision_param", "float32"), _FLOAT32, _EXPERTS),
+    # A token whose scores are close may go to another expert than in float32.
+    FastPath("bfloat16, experts", _mixed(), (2e-3, 0.5), _EXPERTS),
+    FastPath("bfloat16, experts, compiled", _mixed(*_COMPILE), (2e-3, 0.5), _EXPERTS),
     FastPath("float8, rowwise with bfloat16 weight gradients", _float8("rowwise_with_gw_hp"), _FLOAT8),
     FastPath("float8, rowwise", _float8("rowwise"), _FLOAT8),
     FastPath("float8, tensorwise", _float8("tensorwise"), _FLOAT8),

@@ -1,0 +1,115 @@
+"""Processor time of a layer of experts, forward and backward, beside others: python -m tests.benchmarks.experts
+
+One thread, best of five. Beside it: a dense feed-forward as wide as a token's experts together, the same experts in a
+loop over stacked matrices, and their three grouped products alone, on rows that are in order already.
+
+    python -m tests.benchmarks.experts --loads BALANCED OTHER
+
+draws the loads of two runs with metrics.dynamics_freq, from their dump folders: assets/figures/experts.png.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from components.config import ROOT
+from components.metrics.report import points, read_rows
+from components.state.init import initialize_weights
+from models import MODELS
+from models.layers import FeedForward
+from models.moe import Mixture, grouped_swiglu
+
+SIZES = {"D256 F192 E32 C4": (256, 192, 32, 4), "D512 F256 E64 C8": (512, 256, 64, 8)}
+TOKENS = 1024
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--loads", type=Path, nargs=2, metavar="FOLDER")
+    options = parser.parse_args(argv)
+    if options.loads:
+        draw(dict(zip(("experts.bias_update_speed = 1e-3", "no balancing"), options.loads, strict=True)))
+        return
+    torch.set_num_threads(1)
+    for name, sizes in SIZES.items():
+        found = _measured(*sizes)
+        for what, milliseconds in found.items():
+            print(f"{name}  {what:24}{milliseconds:8.1f} ms  {milliseconds / found['experts']:6.2f}", flush=True)
+
+
+def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, float]:
+    debug = MODELS["qwen3_moe"][1]["debug"]
+    mixture = Mixture(replace(debug, dim=dim, expert_dim=width, n_experts=experts, top_k=chosen))
+    dense = FeedForward(dim, width * chosen)
+    for module in (mixture, dense):
+        initialize_weights(module, lambda name: 0.02, seed=0)
+    x = torch.randn(1, TOKENS, dim, requires_grad=True)
+    rows = torch.randn(TOKENS * chosen, dim, requires_grad=True)
+    mixture(x, None)
+    counts, own = mixture.counts_E, mixture.experts
+    assert counts is not None
+    return {
+        "experts": _milliseconds(lambda: mixture(x, None)),
+        "dense, as wide": _milliseconds(lambda: dense(x)),
+        "a loop": _milliseconds(lambda: _loop(rows, counts, own.w1, own.w2, own.w3)),
+        "grouped products alone": _milliseconds(lambda: grouped_swiglu(rows, counts, own.w1, own.w2, own.w3)),
+    }
+
+
+def draw(runs: dict[str, Path]) -> None:
+    """The busiest expert of each layer over the steps, and the loads of all experts in the last step sampled."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(2, 2, figsize=(9, 5.4), facecolor="white", width_ratios=(1, 1.15))
+    for (name, folder), (curve, loads) in zip(runs.items(), panels, strict=True):
+        rows = [row for row in read_rows(folder / "metrics.jsonl") if "dynamics" in row]
+        last = rows[-1]["dynamics"]
+        for layer in last["expert_load_max"]:
+            curve.plot(*points(rows, f"dynamics/expert_load_max/{layer}"), label=layer.replace("layers.", "layer "))
+        curve.axhline(1, color="#8c959f", linewidth=0.8)
+        curve.set(title=name, ylim=(0, 4.2), ylabel="busiest expert / mean", xlabel="step")
+        table: dict[str, list[float]] = {}
+        for expert, load in last["expert_load"].items():
+            table.setdefault(expert.rpartition(".")[0], []).append(load)
+        shown = loads.imshow(list(table.values()), vmin=0, vmax=4, cmap="viridis", aspect="auto")
+        loads.set(
+            title=f"step {rows[-1]['step']}",
+            xlabel="expert",
+            ylabel="layer",
+            yticks=range(len(table)),
+            xticks=range(0, len(next(iter(table.values()))), 5),
+        )
+        figure.colorbar(shown, ax=loads, label="load / mean")
+        curve.spines[["top", "right"]].set_visible(False)
+    panels[0, 0].legend(frameon=False, ncols=2)
+    figure.tight_layout()
+    figure.savefig(ROOT / "assets" / "figures" / "experts.png", dpi=110)
+    plt.close(figure)
+
+
+def _loop(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
+    parts = rows.split(counts.tolist())
+    return torch.cat([(F.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(parts)])
+
+
+def _milliseconds(forward: Callable[[], Tensor]) -> float:
+    best = float("inf")
+    for _ in range(5):
+        started = time.process_time()
+        forward().sum().backward()
+        best = min(best, time.process_time() - started)
+    return best * 1e3
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
