@@ -44,6 +44,8 @@ _SCALING = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position": "original_max_position_embeddings",
 }
+_NEWER = {"num_experts": "num_local_experts"}
+"""Fields that transformers 5 writes under another name than the published files."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 """Fields of config.json that have one value for every model here."""
 
@@ -67,7 +69,7 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
 
 
 def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
-    """The config_class of a config.json, with the older or the newer spelling of rotary settings.
+    """The config_class of a config.json, with the older or the newer spelling of rotary settings and of experts.
 
     Raises ValueError for a setting that no model here has.
     """
@@ -80,6 +82,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     if foreign:
         raise ValueError(f"{', '.join(foreign)}: not available")
     found = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
+    found |= {name: given[newer] for name, newer in _NEWER.items() if newer in given}
     fields = {ours: found[theirs] for ours, theirs in config_class.hf_fields.items() if found.get(theirs) is not None}
     scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()}) if kind == "llama3" else None
     return config_class(**fields, rope_scaling=scaling)

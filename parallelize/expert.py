@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, PrepareModuleInput, RowwiseParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 from components.config import Balancing, Parallelism
 from models.moe import Balance, Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
@@ -159,7 +165,7 @@ def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
 
 
 class MixtureOfParts(ParallelStyle):
-    """A mixture whose ranks each route their part of the sequence.
+    """A mixture whose ranks each route their part of the sequence; what all tokens share is split as a feed-forward is.
 
     Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.
     """
@@ -185,16 +191,16 @@ class MixtureOfParts(ParallelStyle):
             return parts.redistribute(placements=[self.hidden]).to_local()
 
         module.routed = of_own_part  # type: ignore[method-assign]
+        if module.shared is not None:
+            whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
+            parallelize_module(module.shared, device_mesh, whole)
+            styles = {"w[13]": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=self.hidden)}
+            parallelize_module(module.shared, device_mesh, styles)
         return module
 
 
-def with_experts(plan: Mapping[str, ParallelStyle], parallelism: Parallelism, shared: bool) -> dict[str, ParallelStyle]:
-    """A tensor parallel plan with experts in place of the feed-forward; shared: they have what all tokens share."""
+def with_experts(plan: Mapping[str, ParallelStyle], parallelism: Parallelism) -> dict[str, ParallelStyle]:
+    """A tensor parallel plan with experts in place of the feed-forward."""
     hidden = Shard(1) if parallelism.sequence_parallel else Replicate()
     rest = {pattern: style for pattern, style in plan.items() if not pattern.startswith("layers.*.feed_forward")}
-    rest["layers.*.feed_forward"] = MixtureOfParts(hidden)
-    if shared:
-        name = "layers.*.feed_forward.shared"
-        rest[name] = PrepareModuleInput(input_layouts=(hidden,), desired_input_layouts=(Replicate(),))
-        rest |= {f"{name}.w[13]": ColwiseParallel(), f"{name}.w2": RowwiseParallel(output_layouts=hidden)}
-    return rest
+    return rest | {"layers.*.feed_forward": MixtureOfParts(hidden)}

@@ -143,3 +143,8 @@ def test_bfloat16_routes_in_float32_and_is_near_one_process() -> None:
         observed = observe(*MOE, *half, *layout, ranks=2, valid_labels=LABELS, routing=one.routing)
         assert figures(observed, one)["gradient"] < 1e-2
     assert torch.isfinite(torch.tensor(one.losses)).all()
+
+
+def test_compiled_layers_leave_experts_out() -> None:
+    layout = (SHARD, "2", LOCAL, "18", EP, "2", "--compile.enable", "true", "--compile.backend", "aot_eager")
+    assert not broken_bars(observe(*MOE, *layout, ranks=2, valid_labels=LABELS), one_process())

@@ -17,6 +17,7 @@ from tests.harness import observe, rewrite
 ORDER = (
     "apply_float8",
     "apply_tensor_parallel",
+    "apply_expert_parallel",
     "apply_context_parallel",
     "apply_sequence_splits",
     "apply_compile",

@@ -197,7 +197,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     shutil.copytree(folder, copy)
     every = tensors(folder)
     every["model.norm.weight"] = torch.ones(3)
-    every["model.new.weight"] = every.pop("model.layers.0.mlp.up_proj.weight")
+    every["model.new.weight"] = every.pop("model.layers.0.self_attn.q_proj.weight")
     every["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     for file in copy.glob("model*"):
         file.unlink()
@@ -210,7 +210,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     name, flavor = folder.name.split()
     ours = meta_model(name, flavor)
     assert [line.removeprefix(f"checkpoint.initial_load_path: {copy}: ") for line in found] == [
-        "model.layers.0.mlp.up_proj.weight is missing",
+        "model.layers.0.self_attn.q_proj.weight is missing",
         f"model.norm.weight is (3,) there and ({ours.config.dim},) here",
         "model.new.weight is not in this model",
         f"config.json: rms_norm_eps is 0.5 there and {ours.config.norm_eps} here",
@@ -319,7 +319,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
 
 def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
     """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
-    plant = partial(rewrite, "components.state.weights", "_fill", "slice(start, start + size)", "slice(0, size)")
+    plant = partial(rewrite, "components.state.weights", "_fill", "slice(first, first + size)", "slice(0, size)")
     observed = observe(
         *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
     ).first_weights

@@ -122,17 +122,16 @@ def load_weights(stages: list[nn.Module], path: Path) -> None:
 def _fill(stages: list[nn.Module], folder: Folder) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            local, (first, *offset) = own_slice(parameter.detach())
+            local, offset = own_slice(parameter.detach())
+            where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
             there: str = stage.hf_name(name)  # type: ignore[operator]
             if not there:
-                parameter.detach().zero_()
+                local.zero_()
+            elif "*" in there:
+                for number, piece in enumerate(local, offset[0]):
+                    piece.copy_(folder.read(there.replace("*", str(number)), where[1:]))
             elif local.numel():
-                where = tuple(slice(start, start + size) for start, size in zip(offset, local.shape[1:], strict=True))
-                if "*" not in there:
-                    local.copy_(folder.read(there, (slice(first, first + len(local)), *where)))
-                    continue
-                for number, piece in enumerate(local, first):
-                    piece.copy_(folder.read(there.replace("*", str(number)), where))
+                local.copy_(folder.read(there, where))
 
 
 def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
