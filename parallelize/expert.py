@@ -33,7 +33,11 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def expert_shards(mesh: Mesh, shards: DeviceMesh) -> DeviceMesh:
-    """The mesh over whose last dimension ranks share the weights of experts; shards: the same of other weights."""
+    """The mesh over whose last dimension ranks share the weights of experts; shards: the same of other weights.
+
+    Called by all ranks, also by those whose stages have no layer: the meshes of experts are made here.
+    """
+    _ = mesh["holders"], mesh["ep"]
     if mesh.degrees.tp == mesh.degrees.ep == 1:
         return shards
     return mesh["dp_replicate", "efsdp"] if mesh["dp_replicate"].size() > 1 else mesh["efsdp"]

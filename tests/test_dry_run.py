@@ -131,14 +131,16 @@ def dry_run(words: tuple[str, ...], rank: int, ranks: int, layers: int) -> DryRu
 def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     """What a dry run of all layers says, from two with few layers: what a layer adds is the same for each.
 
-    Two in each stage and one more, or two more where every second layer is checkpointed.
+    Two in each stage and one more, or two more where every second layer is checkpointed. With experts three: gathered
+    experts of two layers are there only from the third on.
     """
     config = load_config([*words])
     layers = MODELS[config.model.name][1][config.model.flavor].n_layers
     stages = number_of_stages(config.parallelism, layers)
     checkpoint = config.activation_checkpoint
     step = stages * (2 if (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "2") else 1)
-    few = layers % step + 2 * stages
+    has_experts = hasattr(MODELS[config.model.name][1][config.model.flavor], "n_experts")
+    few = layers % step + (3 if has_experts else 2) * stages
     if few + step > layers:
         return dry_run(words, rank, ranks, layers)
     less, more = (dry_run(words, rank, ranks, depth) for depth in (few, few + step))

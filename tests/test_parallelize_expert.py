@@ -145,6 +145,15 @@ def test_bfloat16_routes_in_float32_and_is_near_one_process() -> None:
     assert torch.isfinite(torch.tensor(one.losses)).all()
 
 
+def test_a_stage_without_a_layer_makes_the_same_groups() -> None:
+    """The first of four stages has the embedding alone."""
+    layout = ("--parallelism.pipeline_parallel_degree", "4", "--parallelism.pipeline_parallel_microbatch_size", "9")
+    lighter = ("--parallelism.pipeline_parallel_first_stage_less_layers", "2", "--model.flavor", "long5")
+    run = ("--model.name", "qwen3_moe", "--model.flavor", "long5", "--experts.bias_update_speed", "0.01")
+    observed = observe(*run, *layout, *lighter, ranks=4, valid_labels=LABELS)
+    assert not broken_bars(observed, observe(*run, valid_labels=LABELS))
+
+
 def test_compiled_layers_leave_experts_out() -> None:
     layout = (SHARD, "2", LOCAL, "18", EP, "2", "--compile.enable", "true", "--compile.backend", "aot_eager")
     assert not broken_bars(observe(*MOE, *layout, ranks=2, valid_labels=LABELS), one_process())
