@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 from components.config import Balancing, Parallelism
 from models.moe import Balance, Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
 from parallelize.mesh import Mesh
-from parallelize.sharding import own_slice
+from parallelize.sharding import local_part
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -156,9 +156,9 @@ def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor)
         dist.all_reduce(rows, group=mesh["holders"].get_group())
     for block, rows_E in zip(blocks, rows, strict=True):
         block.rows_E = None
-        bias, (first,) = own_slice(block.mixture.router.bias.detach())
-        if speed and bias.numel():
-            direction = (rows_E.sum() - rows_E * len(rows_E)).sign()[first : first + len(bias)]
+        if speed:
+            _, bias = local_part(block.mixture.router.bias.detach())  # the whole, as every rank has it
+            direction = (rows_E.sum() - rows_E * len(rows_E)).sign()
             bias.add_((direction * accepted).to(bias.device), alpha=speed)
     return rows
 

@@ -112,6 +112,7 @@ def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> in
 
 
 _ON_DEMAND = (("pp", "dp_replicate", "efsdp", "ep"), ("pp", "holders"))
+"""Dimensions of meshes that only some runs need."""
 
 
 class Mesh:
