@@ -120,7 +120,7 @@ _WEIGHTS_ALONE = f"{_OFFLOAD}: weights alone would have to come back for every u
 _CP = "parallelism.context_parallel_degree"
 _ACCUMULATION = "training.global_batch_size, from which accumulation steps follow"
 
-_CAPACITY = "no row is dropped here, since which one would depend on the layout; leave it out"
+_CAPACITY = "nothing: no row is dropped, since which one would depend on the layout"
 _BALANCE = "experts.sequence_loss_factor, whose loss is of each sequence: one of each micro-batch depends on the layout"
 
 # Keys of other systems, by their last name -> what to write here.
