@@ -29,6 +29,7 @@ _KEYS = {
     "fsdp": "data_parallel_shard_degree",
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
+    "ep": "expert_parallel_degree",
 }
 _HELP = (
     f"expected a layout ({', '.join(f'{word} 2' for word in _KEYS)}, hsdp 2x2, or own for the recipe's), resume 10, "
