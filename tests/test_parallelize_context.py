@@ -137,7 +137,9 @@ def test_no_model_draws_random_numbers(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("fault", [("-100 if", "0 if"), ("(0, count)", "(count, 0)")], ids=["labels", "at the front"])
+@pytest.mark.parametrize(
+    "fault", [('"labels": -100', '"labels": 0'), ("(0, count)", "(count, 0)")], ids=["labels", "at the front"]
+)
 def test_padding_that_counts_is_found(fault: tuple[str, str]) -> None:
     length = ("--training.seq_len", "33")
     cp = ("--parallelism.context_parallel_degree", "2", "--parallelism.context_parallel_method", "ulysses")
