@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config import Balancing, Parallelism
-from models.moe import Balance, Experts, Mixture, MixtureBlock, Router, ToRows, grouped_swiglu
+from models.grouped import ToRows, grouped_swiglu
+from models.moe import Balance, Experts, Mixture, MixtureBlock, Router
 from parallelize.mesh import Mesh
 from parallelize.sharding import local_part
 

@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+import train
 from models import MODELS
+from models.moe import Router
 from tests.harness import Observation, broken_bars, figures, observe, rewrite
 from tests.test_collectives import count_traffic
+from tests.test_weights import export
 
 EP, TP = "--parallelism.expert_parallel_degree", "--parallelism.tensor_parallel_degree"
 SHARD, CP = "--parallelism.data_parallel_shard_degree", "--parallelism.context_parallel_degree"
@@ -152,6 +155,22 @@ def test_a_stage_without_a_layer_makes_the_same_groups() -> None:
     run = ("--model.name", "qwen3_moe", "--model.flavor", "long5", "--experts.bias_update_speed", "0.01")
     observed = observe(*run, *layout, *lighter, ranks=4, valid_labels=LABELS)
     assert not broken_bars(observed, observe(*run, valid_labels=LABELS))
+
+
+def test_biases_are_not_lost_in_an_export(tmp_path: Path) -> None:
+    to_hugging_face = functools.partial(export, checkpoint=tmp_path / "run" / "step-1", target=tmp_path / "out")
+    words = (*MOE, "--checkpoint.enable", "true")
+    with pytest.raises(RuntimeError, match="a Hugging Face folder has no place for it"):
+        observe(*words, steps=1, folder=str(tmp_path / "run"), at_end=to_hugging_face)
+
+
+def precision_of_routers(run: train.Run) -> set[str]:
+    return {str(module.weight.dtype) for module in run.stages[0].modules() if isinstance(module, Router)}
+
+
+@pytest.mark.parametrize("half", ["--training.mixed_precision_param", "--training.dtype"])
+def test_routers_keep_float32(half: str) -> None:
+    assert observe(*MOE, half, "bfloat16", steps=0, at_end=precision_of_routers).extra == {"torch.float32"}
 
 
 def test_compiled_layers_leave_experts_out() -> None:

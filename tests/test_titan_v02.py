@@ -141,9 +141,10 @@ def test_the_rest_is_the_job_that_was_meant(name: str, tmp_path: Path) -> None:
     check_device(config, (9, 0))
 
 
-def test_every_dense_flavor_is_known() -> None:
+def test_every_flavor_is_known() -> None:
     flavors = {"llama3": ["debugmodel", "8B", "70B", "405B"]}
     flavors["qwen3"] = ["debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]
+    flavors["qwen3"] += ["debugmodel_moe", "30B-A3B", "235B-A22B"]
     for name, sizes in flavors.items():
         for flavor in sizes:
             model = load_config(["--model.name", name, "--model.flavor", flavor]).model

@@ -23,8 +23,9 @@ from components.config import ROOT
 from components.metrics.report import points, read_rows
 from components.state.init import initialize_weights
 from models import MODELS
+from models.grouped import grouped_swiglu
 from models.layers import FeedForward
-from models.moe import Mixture, grouped_swiglu
+from models.moe import Mixture
 
 SIZES = {"D256 F192 E32 C4": (256, 192, 32, 4), "D512 F256 E64 C8": (512, 256, 64, 8)}
 TOKENS = 1024
