@@ -95,6 +95,20 @@ def test_a_flipped_bit_is_found_and_the_rank_named(layout: str) -> None:
     assert tensor == ([[0, 1], [2, 3]] if layout == "ddp 2 tp 2" else [[0, 1]] if layout == "tp 2" else stages)
 
 
+def test_a_router_is_compared_on_all_ranks() -> None:
+    """Every rank has the whole of it, also where weights are shards."""
+    layout = ("--model.name", "qwen3_moe", "--parallelism.data_parallel_shard_degree", "2")
+    observed = observe(
+        *(*layout, "--training.local_batch_size", "18"),
+        ranks=2,
+        steps=2,
+        at_end=functools.partial(flip_and_compare, "router.weight"),
+    )
+    said, (code, *_) = observed.extra
+    assert code == ExitCode.CORRUPT
+    assert "router.weight" in said
+
+
 def test_a_run_stops_before_it_saves(tmp_path: Path) -> None:
     """A bit flips in step 3; the next comparison would be at step 10, but step 4 is to be saved."""
     flip = "[parameter.data.to_local().view(-1)[:1].view(torch.int32).bitwise_xor_(1) for parameter in run.parameters]"
