@@ -37,7 +37,7 @@ from components.replicas import Replicas
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from components.state.weights import export, load_weights
-from models import MODELS, meta_model
+from models import meta_model, sizes
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
@@ -111,10 +111,10 @@ def build(config: JobConfig, device: torch.device) -> Run:
     check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
-    datasets = build_datasets(config, MODELS[config.model.name][1][config.model.flavor].vocab_size)
+    datasets = build_datasets(config, sizes(config.model).vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
     set_timeout(config.comm.init_timeout_seconds, mesh)
-    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel, config.training.dtype)
+    whole = meta_model(config.model, config.training.dtype)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
     for stage in stages:
@@ -124,7 +124,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
 
 def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[nn.Module], *datasets: Any) -> Run:
     """The run at step 0 of stages that have memory, with the datasets of build_datasets."""
-    whole = meta_model(config.model.name, config.model.flavor)
+    whole = meta_model(config.model)
     pipeline = Pipeline(stages, whole.config, mesh, config, device) if mesh.degrees.pp > 1 else None
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
@@ -303,7 +303,7 @@ def export_weights(run: Run, checkpointer: Checkpointer) -> None:
     """Write the last checkpoint's weights for Hugging Face too."""
     config = run.config
     saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / "hugging_face"
-    model = meta_model(config.model.name, config.model.flavor)
+    model = meta_model(config.model)
     export(model, saved, target, config.model.hf_assets_path, getattr(torch, config.checkpoint.export_dtype))
 
 

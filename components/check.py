@@ -28,7 +28,7 @@ from components.launch.settings import Settings, gpus, read_settings
 from components.optimizer import state_bytes
 from components.start import check_devices, check_folders, check_initial_weights, with_recipe
 from components.state.folder import steps_in
-from models import MODELS, meta_model
+from models import meta_model, sizes
 from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.rules import check_layout, warnings
 
@@ -68,7 +68,7 @@ def folders(job: Job) -> str:
 
 def tokenizer(job: Job) -> str:
     model, found = job.config.model, try_tokenizer(job.config.model.hf_assets_path)
-    most = MODELS[model.name][1][model.flavor].vocab_size
+    most = sizes(model).vocab_size
     if found > most:
         reason = f"{found} tokens, but {model.name} {model.flavor} has a table of {most}"
         raise ConfigError(mistake(job.config, "model.hf_assets_path", reason))
@@ -118,7 +118,7 @@ def disk(job: Job) -> str:
     checkpoint = job.config.checkpoint
     if not checkpoint.enable or checkpoint.load_only:
         return "no checkpoint is saved"
-    model = meta_model(job.config.model.name, job.config.model.flavor, dtype=job.config.training.dtype)
+    model = meta_model(job.config.model, job.config.training.dtype)
     size = sum(each.nbytes for each in model.parameters()) + state_bytes([model], job.config.optimizer)
     free = shutil.disk_usage(_nearest(job.checkpoints)).free
     kept = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1

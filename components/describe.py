@@ -7,7 +7,7 @@ from torch import nn
 
 from components.config import JobConfig, to_dict
 from components.optimizer import state_bytes
-from models import MODELS, meta_model
+from models import meta_model, sizes
 from parallelize.mesh import Degrees, draw_layout, global_batch_size
 from parallelize.schedules import describe_stages
 from parallelize.sharding import describe_memory
@@ -25,11 +25,11 @@ def introduce(config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], 
 def describe(config: JobConfig, degrees: Degrees) -> str:
     """Lines about the whole model, the layout, its stages, the batch and the rate."""
     model, training = config.model, config.training
-    whole = meta_model(model.name, model.flavor).parameters()
+    whole = meta_model(model).parameters()
     lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in whole):,} parameters"]
     lines.append(draw_layout(degrees, config.parallelism.pipeline_first))
     if degrees.pp > 1:
-        lines.append(describe_stages(config.parallelism, MODELS[model.name][1][model.flavor].n_layers))
+        lines.append(describe_stages(config.parallelism, sizes(model).n_layers))
     derived = " (derived)" if training.global_batch_size == -1 else ""
     batch = f"{global_batch_size(config, degrees)} sequences of {training.seq_len} tokens a step{derived}"
     return "\n".join([*lines, batch, *describe_rate(config.lr_scheduler.warmup_steps, training.steps)])

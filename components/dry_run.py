@@ -173,7 +173,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     degrees = resolve_degrees(config, dist.get_world_size())
     check_layout(config, degrees)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
-    whole = meta_model(config.model.name, config.model.flavor, config.model.attention_kernel, config.training.dtype)
+    whole = meta_model(config.model, config.training.dtype)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # the mesh's own tensors are real
     with fake:

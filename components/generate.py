@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import ConfigError, JobConfig, Model, Parallelism, Training
+from components.config import ConfigError, JobConfig, Parallelism, Training
 from components.data.tokenizer import Tokenizer, load_tokenizer
 from components.files import read_json_as
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.folder import find_checkpoint
+from components.state.folder import chosen_model, find_checkpoint
 from components.state.tensors import load_tensors
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
@@ -65,15 +65,15 @@ def open_source(folder: Path, step: int | None) -> Source:
 
 def _open_run(folder: Path, step: int | None) -> Source:
     config, checkpoint = find_checkpoint(folder, step)
-    name, flavor = config["model"]["name"], config["model"]["flavor"]
-    check_model(JobConfig(model=Model(name=name, flavor=flavor)))
+    chosen = chosen_model(config)
+    check_model(JobConfig(model=chosen))
 
     def load(model: nn.Module) -> None:
         tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
         load_tensors(tensors, checkpoint, convert=True)
 
-    said = f"{name} {flavor} from {checkpoint}"
-    return Source(name, meta_model(name, flavor), config["model"]["hf_assets_path"], said, load)
+    said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
+    return Source(chosen.name, meta_model(chosen), config["model"]["hf_assets_path"], said, load)
 
 
 def _open_hugging_face(folder: Path) -> Source:
@@ -136,12 +136,12 @@ class CachedCore(AttentionCore):
         super().__init__()
         self.kept: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         assert visible.documents_BT is None, "the tokens are of one document"
         if self.kept is not None:
             k, v = torch.cat((self.kept[0], k), dim=2), torch.cat((self.kept[1], v), dim=2)
         self.kept = k, v
-        return super().forward(q, k, v, self.kernel.prepare(replace(visible, keys=k.shape[2])))
+        return super().forward(q, k, v, self.kernel.prepare(replace(visible, keys=k.shape[2])), sinks_H)
 
 
 @torch.no_grad()

@@ -136,7 +136,7 @@ def check_initial_weights(config: JobConfig) -> None:
     from models import meta_model
 
     try:
-        check_weights(meta_model(config.model.name, config.model.flavor), Path(config.checkpoint.initial_load_path))
+        check_weights(meta_model(config.model), Path(config.checkpoint.initial_load_path))
     except ConfigError as error:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
 

@@ -4,26 +4,55 @@ A family is a module with MODEL and FLAVORS, and is found by its name: there is 
 """
 
 import pkgutil
+from dataclasses import fields, replace
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from models.attention import choose_kernel
+from models.rotary import RopeScaling
 
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
 MODELS = {name: (module.MODEL, module.FLAVORS) for name, module in _modules.items() if hasattr(module, "MODEL")}
 
 
-def meta_model(name: str, flavor: str, attention_kernel: str = "auto", dtype: str = "float32") -> Any:
+class Chosen(Protocol):
+    """The table [model] of a job file."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def flavor(self) -> str: ...
+    @property
+    def attention_kernel(self) -> str: ...
+    @property
+    def rope_scaling(self) -> Any: ...
+
+
+def sizes(model: Chosen) -> Any:
+    """The configuration of the chosen model: its flavor's, with rotary frequencies stretched as asked."""
+    config, asked = MODELS[model.name][1][model.flavor], model.rope_scaling
+    if not asked.rope_type:
+        return config
+    if asked.rope_type == "none":
+        return replace(config, rope_scaling=None)
+    given = {each.name: getattr(asked, each.name) for each in fields(RopeScaling) if hasattr(asked, each.name)}
+    own = config.rope_scaling
+    given["original_max_position_embeddings"] = original = asked.original_max_position_embeddings or (
+        own.original_max_position_embeddings if own else config.context_length
+    )
+    return replace(config, rope_scaling=RopeScaling(**given), context_length=round(asked.factor * original))
+
+
+def meta_model(model: Chosen, dtype: str = "float32") -> Any:
     """The whole model on the meta device, without memory."""
-    model_class, flavors = MODELS[name]
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
-            model = model_class(flavors[flavor])
+            whole = MODELS[model.name][0](sizes(model))
     finally:
         torch.set_default_dtype(default)
-    choose_kernel(model, attention_kernel)
-    return model
+    choose_kernel(whole, model.attention_kernel)
+    return whole

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models import flex
+from models import flex, steps
 from models.visible import Visible
 
 
@@ -25,7 +25,7 @@ class Kernel(NamedTuple):
     """Prepares a mask, lengths or blocks once a forward; the kernel finds the result in visible.made."""
 
     def prepare(self, visible: Visible) -> Visible:
-        return replace(visible, made=self.wants(visible))
+        return replace(visible, made=steps.one_step(visible) if visible.sinks else self.wants(visible))
 
 
 def _dense_unless_causal(visible: Visible) -> Tensor | None:
@@ -124,14 +124,19 @@ class Visibility(nn.Module):
     """Makes the Visible of a forward. Has no parameters; context parallel replaces the module."""
 
     kernel = KERNELS["auto"]
+    sinks = False
+    """Each head has a sink."""
     padding = 0
     """Tokens at the end of a training sequence that are padding."""
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         """The Visible of layers with this window; None for no window."""
         length = positions_BS.shape[1]
-        whole = Visible(length, length, positions_BS.device, document_ids_BS, window, padding=self.padding)
-        return self.kernel.prepare(whole)
+        return self.kernel.prepare(self.whole(length, positions_BS.device, document_ids_BS, window))
+
+    def whole(self, length: int, device: torch.device, documents_BS: Tensor | None, window: int | None) -> Visible:
+        """What the queries of whole sequences see, not yet prepared."""
+        return Visible(length, length, device, documents_BS, window, padding=self.padding, sinks=self.sinks)
 
 
 class AttentionCore(nn.Module):
@@ -144,8 +149,10 @@ class AttentionCore(nn.Module):
         self.largest_logit: Tensor | None = None
         """A float32 scalar, if set: each forward raises it to the largest visible logit."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         self.observe(q, k, visible)
+        if sinks_H is not None:
+            return steps.attend_with_sinks(q, k, v, visible, sinks_H)
         return self.kernel.attend(q, k, v, visible)
 
     def observe(self, q: Tensor, k: Tensor, visible: Visible) -> None:

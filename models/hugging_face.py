@@ -1,9 +1,10 @@
 """Hugging Face's names of weights, and its config.json."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
-from models.layers import RopeScaling
+from models.rotary import RopeScaling
 
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
@@ -38,12 +39,13 @@ FIELDS = {
 }
 """Fields of TransformerConfig -> of config.json."""
 
-_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_position": "original_max_position_embeddings",
+_YARN = ("beta_slow", "beta_fast", "truncate", "mscale", "mscale_all_dim")
+_SCALING: dict[str, tuple[str, ...]] = {
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN),
 }
+"""Fields of RopeScaling, by rope_type."""
 _NEWER = {"num_experts": "num_local_experts"}
 """Fields that transformers 5 writes under another name than the published files."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -63,9 +65,16 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
     fields = {theirs: getattr(config, ours) for ours, theirs in config.hf_fields.items()} | {
         "head_dim": config.head_dim
     }
+    if config.full_every:
+        fields["layer_types"] = _layer_types(config)
     scaling = config.rope_scaling
-    rope = scaling and {"rope_type": "llama3"} | {theirs: getattr(scaling, ours) for ours, theirs in _SCALING.items()}
+    rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
     return {**config.hf_fixed, **fields, "rope_scaling": rope}
+
+
+def _layer_types(config: Any) -> list[str]:
+    kinds = ("full_attention", "sliding_attention")
+    return [kinds[config.has_window(layer)] for layer in range(config.n_layers)]
 
 
 def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
@@ -74,15 +83,27 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     Raises ValueError for a setting that no model here has.
     """
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    if "full_attention" in rope:  # by types of layers
+        windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
+        given = given | {"rope_local_base_freq": windowed.get("rope_theta")}
     kind = rope.get("rope_type", rope.get("type", "default"))
     asked = {name: given.get(name, value) for name, value in config_class.hf_fixed.items()}
     foreign = [f"{name} = {value}" for name, value in asked.items() if value != config_class.hf_fixed[name]]
-    if kind not in ("default", "llama3"):
+    if kind not in ("default", *_SCALING):
         foreign.append(f"rope_type = {kind}")
     if foreign:
         raise ValueError(f"{', '.join(foreign)}: not available")
     found = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
     found |= {name: given[newer] for name, newer in _NEWER.items() if newer in given}
     fields = {ours: found[theirs] for ours, theirs in config_class.hf_fields.items() if found.get(theirs) is not None}
-    scaling = RopeScaling(**{ours: rope[theirs] for ours, theirs in _SCALING.items()}) if kind == "llama3" else None
-    return config_class(**fields, rope_scaling=scaling)
+    scaling = None
+    if kind in _SCALING:
+        scaling = RopeScaling(kind, **{name: rope[name] for name in _SCALING[kind] if rope.get(name) is not None})
+    config = config_class(**fields, rope_scaling=scaling)
+    types = given.get("layer_types")
+    if types and config.window is not None:
+        full = "full_attention"
+        config = replace(config, full_every=types.index(full) + 1 if full in types else 0)
+        if _layer_types(config) != types:
+            raise ValueError(f"layer_types = {types}: not available")
+    return config

@@ -4,67 +4,50 @@ Shapes are named by letters: B batch, S sequence, D model width, H heads, G key/
 F feed-forward width, V vocabulary.
 """
 
-import math
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
+from models.config import TransformerConfig
 from models.loss import CrossEntropy, cross_entropy, linear_cross_entropy
+from models.rotary import apply_rotary
 
 
-@dataclass(frozen=True)
-class RopeScaling:
-    """Llama 3.1's stretching of rotary frequencies to longer contexts (arXiv:2407.21783, section 3.4)."""
+class Sinks(nn.Module):
+    """A logit of each head that no key has."""
 
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    def __init__(self, n_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_heads))
 
-
-def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angles per position, (K/2,) float32 (arXiv:2104.09864). Long wavelengths are divided by the scaling factor."""
-    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    if scaling is None:
-        return frequencies
-    turns = scaling.original_max_position / (2 * math.pi / frequencies)
-    smooth = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
-    return frequencies * (smooth + (1 - smooth) / scaling.factor)
-
-
-def rotary_cos_sin(positions_BS: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (B, S, 1, K/2) float32: broadcast over heads."""
-    angles = positions_BS[..., None, None].float() * frequencies
-    return angles.cos(), angles.sin()
-
-
-def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's first half against its second, in float32 (the order that Hugging Face weights have)."""
-    first, second = x_BSHK.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BSHK)
+    def forward(self) -> Tensor:
+        """(H,), of the heads that are computed here."""
+        return self.weight
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (arXiv:2305.13245).
 
-    With qk_norm_eps, queries and keys are normed before they are rotated, each head by itself (arXiv:2302.05442).
+    With qk_norm, queries and keys are normed before they are rotated, each head by itself (arXiv:2302.05442).
     """
 
-    def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, qk_norm_eps: float | None = None
-    ) -> None:
+    norm: type[nn.Module] = nn.RMSNorm
+    """The class of the norms."""
+
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.head_dim = config.head_dim
+        queries, keys = config.n_heads * self.head_dim, config.n_kv_heads * self.head_dim
+        self.wq = nn.Linear(config.dim, queries, bias=config.qkv_bias)
+        self.wk = nn.Linear(config.dim, keys, bias=config.qkv_bias)
+        self.wv = nn.Linear(config.dim, keys, bias=config.qkv_bias)
+        self.wo = nn.Linear(queries, config.dim, bias=config.output_bias)
         self.q_norm = self.k_norm = None
-        if qk_norm_eps is not None:
-            self.q_norm, self.k_norm = (nn.RMSNorm(head_dim, eps=qk_norm_eps) for _ in range(2))
+        if config.qk_norm:
+            self.q_norm, self.k_norm = (self.norm(self.head_dim, eps=config.norm_eps) for _ in range(2))
+        self.sinks = Sinks(config.n_heads) if config.sinks else None
+        self.query_factor = 1.0 if config.query_size is None else (self.head_dim / config.query_size) ** 0.5
         self.core = AttentionCore()
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
@@ -72,7 +55,10 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible)
+        if self.query_factor != 1:
+            q = q * self.query_factor
+        sinks_H = None if self.sinks is None else self.sinks()
+        out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, sinks_H)
         return self.wo(out_BHSK.transpose(1, 2).flatten(2))
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from models.layers import RopeScaling
-from models.transformer import Transformer, TransformerConfig
+from models.config import TransformerConfig
+from models.rotary import RopeScaling
+from models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from models.config import TransformerConfig
 from models.grouped import FromRows, ToRows, grouped_swiglu
 from models.hugging_face import FIELDS, NAMES
 from models.layers import FeedForward
 from models.parameters import KINDS, MATRIX, OUTPUT_MATRIX, Kind
-from models.transformer import Block, Transformer, TransformerConfig
+from models.transformer import Block, Transformer
 from models.visible import Visible
 
 

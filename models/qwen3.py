@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from models.transformer import Transformer, TransformerConfig
+from models.config import TransformerConfig
+from models.transformer import Transformer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,53 +1,17 @@
 """The decoder-only transformer that the families share. A family adds its sizes and names."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from models.attention import Visibility, Visible
-from models.hugging_face import FIELDS, FIXED, NAMES, from_hugging_face, hugging_face_name, to_hugging_face
-from models.layers import Attention, FeedForward, Head, RopeScaling, rotary_cos_sin, rotary_frequencies
+from models.config import TransformerConfig
+from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
+from models.layers import Attention, FeedForward, Head
 from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_kind, set_trained
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Sizes of a model."""
-
-    hf_fields: ClassVar[dict[str, str]] = FIELDS
-    """Fields -> those of Hugging Face's config.json."""
-    hf_fixed: ClassVar[dict[str, Any]] = FIXED
-    """Fields of config.json that have one value for every model of the family."""
-
-    dim: int
-    n_layers: int
-    n_heads: int
-    n_kv_heads: int
-    ffn_dim: int
-    vocab_size: int
-    norm_eps: float
-    rope_theta: float
-    context_length: int
-    """Tokens that the published weights were trained for; used only in Hugging Face's config.json."""
-    rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
-    head_size: int | None = None
-    """Width of each head; by default dim / n_heads."""
-    qk_norm: bool = False
-    """Queries and keys are normed, each head by itself, before they are rotated."""
-    frozen: tuple[str, ...] = ()
-    """Patterns, like those of KINDS, of parameters that are not trained: ("tok_embeddings", "layers.0")."""
-
-    @property
-    def head_dim(self) -> int:
-        return self.head_size or self.dim // self.n_heads
-
-    @property
-    def tp_columns(self) -> int:
-        """Feed-forward columns that tensor parallel ranks share."""
-        return self.ffn_dim
+from models.rotary import rotary_cos_sin, rotary_frequencies
 
 
 class Block(nn.Module):
@@ -55,9 +19,7 @@ class Block(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention = Attention(
-            config.dim, config.n_heads, config.n_kv_heads, config.head_dim, config.norm_eps if config.qk_norm else None
-        )
+        self.attention = Attention(config)
         self.feed_forward = FeedForward(config.dim, config.ffn_dim)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
@@ -72,6 +34,8 @@ class Transformer(nn.Module):
 
     block: type[nn.Module] = Block
     """The class of a layer."""
+    final_norm: type[nn.Module] = nn.RMSNorm
+    """The class of the norm before the head."""
     kinds: ClassVar[dict[str, Kind]] = KINDS
     """The kinds of the model's parameters."""
     hf_names: ClassVar[dict[str, str]] = NAMES
@@ -88,12 +52,17 @@ class Transformer(nn.Module):
         self.config = config
         self.tok_embeddings: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.visibility = Visibility()
-        self.layers = nn.ModuleDict({str(layer): self.block(config) for layer in range(config.n_layers)})
-        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.visibility.sinks = config.sinks
+        self.layers = nn.ModuleDict({str(layer): self.make_layer(layer) for layer in range(config.n_layers)})
+        self.norm: nn.Module | None = self.final_norm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
         self.tie_weights()
         check_frozen(config.frozen, (name for name, _ in self.named_parameters()))
         set_trained(self)
+
+    def make_layer(self, layer: int) -> nn.Module:
+        """The layer with this number, from 0."""
+        return self.block(self.config)
 
     def tie_weights(self) -> None:
         """Share the embedding's table with the head, if the model ties them; called again after memory was given."""
@@ -114,19 +83,32 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-        config = self.config
-        frequencies = rotary_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, tokens.device)
-        cos, sin = rotary_cos_sin(positions, frequencies)
-        visible = self.visibility(positions, document_ids)
-        if self.visibility.padding:
-            visible = replace(visible, padding_BS=positions < 0)
+        windowed = {number: self.config.has_window(int(number)) for number in self.layers}
+        given = {kind: self._given(positions, document_ids, kind) for kind in sorted({*windowed.values()})}
         embeds = self.tok_embeddings is not None and not self.copies_embedding
-        x_BSD = self.tok_embeddings(tokens) if embeds else tokens  # type: ignore[misc]
-        for block in self.layers.values():
-            x_BSD = block(x_BSD, cos, sin, visible)
+        x_BSD = self.embed(tokens) if embeds else tokens
+        for number, block in self.layers.items():
+            x_BSD = block(x_BSD, *given[windowed[number]])
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Tokens (B, S) -> (B, S, D)."""
+        return self.tok_embeddings(tokens)  # type: ignore[misc]
+
+    def _given(self, positions: Tensor, document_ids: Tensor | None, windowed: bool) -> tuple[Tensor, Tensor, Visible]:
+        """What layers with or without a window are given: cosines, sines, and what their queries see."""
+        config = self.config
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if windowed and config.window_rope_theta is not None:
+            theta, scaling = config.window_rope_theta, None
+        frequencies = rotary_frequencies(config.rotary_dim, theta, scaling, positions.device)
+        cos, sin = rotary_cos_sin(positions, frequencies, scaling.attention_factor if scaling else 1.0)
+        visible = self.visibility(positions, document_ids, config.window if windowed else None)
+        if self.visibility.padding:
+            visible = replace(visible, padding_BS=positions < 0)
+        return cos, sin, visible
 
     def kind(self, name: str) -> Kind:
         """What a parameter is, and whether it is trained."""
@@ -160,20 +142,22 @@ class Transformer(nn.Module):
         0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2).
         """
         kind = self.kind(name)
-        if kind.role == "norm":
-            return None
         if kind.zero:
             return 0.0
+        if kind.role == "norm":
+            return None
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
         """FLOPs of forward and backward a token: attention over all pairs (PaLM), and over causal ones (Megatron).
 
-        6 N + 12 L H K S, and half the second term. N counts parameters in matrix products: the head but not the
-        embedding; a tied table once. A frozen parameter counts 4: its input has a gradient, it has none.
+        6 N + 12 L H K S, and half the second term; a layer with a window counts only the keys in it. N counts
+        parameters in matrix products: the head but not the embedding; a tied table once. A frozen parameter counts 4:
+        its input has a gradient, it has none.
         """
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
         products = sum((6 if kind.trained else 4) * round(size * kind.multiplied) for kind, size in sizes)
-        attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
-        return products + attention, products + attention // 2
+        keys = [config.keys_seen(layer, seq_len) for layer in range(config.n_layers)]
+        attended, seen = (6 * config.n_heads * config.pair_width * sum(each) for each in zip(*keys, strict=True))
+        return products + round(attended), products + round(seen)

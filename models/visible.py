@@ -29,6 +29,8 @@ class Visible:
     """Queries at the end that are padding, if logits are observed: they see what they would, and do not count."""
     padding_BS: Tensor | None = None
     """Which tokens of this rank are padding; None if none is."""
+    sinks: bool = False
+    """Each head has a sink beside its keys (models/steps.py)."""
     made: Any = None
     """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
 
@@ -54,7 +56,8 @@ class Visible:
         keys = self.keys - self.queries + stop
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
         padding = max(0, stop - start - max(0, self.queries - self.padding - start))
-        return Visible(stop - start, keys, self.device, documents_BT, self.window, padding=padding)
+        options: Any = {"padding": padding, "sinks": self.sinks}
+        return Visible(stop - start, keys, self.device, documents_BT, self.window, **options)
 
     def dense(self) -> Tensor:
         """(1, 1, S, T) bool, or with documents (B, 1, S, T): true where the query sees the key."""

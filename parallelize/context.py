@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible
+from models.steps import AttentionInSteps
 from parallelize.mesh import Mesh, padded_length
+from parallelize.pieces import pieces_of, rank_order, sequence_order
 from parallelize.ring import Exchange, steps_of
-from parallelize.steps import AttentionInSteps
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism, seq_len: int) -> None:
@@ -29,6 +30,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         if isinstance(module, Visibility):
             replacement = _WholeSequence(cp, parallelism) if cp.size() > 1 else module
             replacement.padding = padded_length(seq_len, mesh.degrees, parallelism) - seq_len
+            replacement.sinks = module.sinks
         elif isinstance(module, AttentionCore) and cp.size() > 1:
             replacement = _CORES[parallelism.context_parallel_method](cp, parallelism)
         else:
@@ -62,36 +64,6 @@ def _padded(tensor: Tensor, count: int, name: str) -> Tensor:
     return F.pad(tensor, (0, count), value={"labels": -100, "positions": -1}.get(name, 0))
 
 
-def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[int, int]]:
-    """Start and stop of each piece of a sequence that a rank holds: one of `ranks` equal pieces.
-
-    Balanced, a rank holds two of 2 x ranks pieces: one from the head and its counterpart from the tail.
-    """
-    numbers = (rank, 2 * ranks - 1 - rank) if balanced else (rank,)
-    size = length // (ranks * len(numbers))
-    return [(number * size, (number + 1) * size) for number in numbers]
-
-
-def sequence_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence.
-
-    By pieces: an index would be made on the host, whose copy to a GPU waits for all that the GPU has to do.
-    """
-    if not balanced:
-        return tensor
-    pieces = tensor.chunk(2 * ranks, dim)
-    return torch.cat([*pieces[::2], *reversed(pieces[1::2])], dim)
-
-
-def rank_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """The inverse of sequence_order."""
-    if not balanced:
-        return tensor
-    pieces = tensor.chunk(2 * ranks, dim)
-    heads, tails = pieces[:ranks], reversed(pieces[ranks:])
-    return torch.cat([piece for pair in zip(heads, tails, strict=True) for piece in pair], dim)
-
-
 class _Core(AttentionCore):
     """The core of a method: replaces the model's attention core on each rank of cp."""
 
@@ -107,10 +79,10 @@ class _RingCore(_Core):
         super().__init__(cp, parallelism)
         self.exchange = Exchange(cp.get_group(), parallelism.context_parallel_rotate_method == "allgather")
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         if self.largest_logit is not None:
             self._observe_all(q, k.detach(), visible)
-        return AttentionInSteps.apply(q, k, v, visible.made, self.exchange)
+        return AttentionInSteps.apply(q, k, v, sinks_H, visible.made, self.exchange)
 
     def _observe_all(self, q: Tensor, k: Tensor, visible: Visible) -> None:
         """Raise largest_logit to that of this rank's queries and all keys; gathers the keys."""
@@ -137,11 +109,10 @@ class _WholeSequence(Visibility):
         if document_ids_BS is not None:
             gathered = DTensor.from_local(document_ids_BS, self.cp, [Shard(1)], run_check=False).full_tensor()
             documents, document_ids_BS = gathered.chunk(ranks, 1), sequence_order(gathered, 1, ranks, self.balanced)
-        whole = Visible(length, length, positions_BS.device, document_ids_BS, window, padding=self.padding)
+        whole = self.whole(length, positions_BS.device, document_ids_BS, window)
         if self.method == "ulysses":
             return self.kernel.prepare(whole)
         if self.method == "ring":
-            assert window is None, "a step of the ring has no window"
             return replace(whole, made=steps_of(rank, ranks, self.balanced, whole, documents))
         pieces = pieces_of(rank, length, ranks, self.balanced)
         return replace(whole, made=[self.kernel.prepare(whole.part(*piece)) for piece in pieces])
@@ -150,26 +121,28 @@ class _WholeSequence(Visibility):
 class _GatheringCore(_Core):
     """This rank's queries and all keys and values, whose gradients are reduce-scattered to the ranks they came from."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         keys_and_values = DTensor.from_local(torch.stack((k, v)), self.cp, [Shard(3)], run_check=False)
         gathered = keys_and_values.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         k, v = sequence_order(gathered, 3, self.cp.size(), self.balanced)
         parts: list[Visible] = visible.made
         out = []
         for queries, part in zip(q.chunk(len(parts), dim=2), parts, strict=True):
-            out.append(super().forward(queries, k[:, :, : part.keys], v[:, :, : part.keys], part))
+            out.append(super().forward(queries, k[:, :, : part.keys], v[:, :, : part.keys], part, sinks_H))
         return torch.cat(out, dim=2)
 
 
 class _UlyssesCore(_Core):
     """Every rank exchanges (B, H, S / cp, K) for (B, H / cp, S, K): the whole sequence of its share of the heads."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         ranks = self.cp.size()
+        if sinks_H is not None:  # FSDP, whose ranks those of cp are, adds up the gradients of all heads
+            sinks_H = sinks_H.chunk(ranks)[self.cp.get_local_rank()]
         if k.shape[1] < ranks:
             k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))
         q, k, v = (sequence_order(self._exchange(tensor, 1, 2), 2, ranks, self.balanced) for tensor in (q, k, v))
-        out = super().forward(q, k, v, visible)
+        out = super().forward(q, k, v, visible, sinks_H)
         return self._exchange(rank_order(out, 2, ranks, self.balanced), 2, 1)
 
     def _exchange(self, x: Tensor, split: int, joined: int) -> Tensor:

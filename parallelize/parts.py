@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from models.attention import AttentionCore, Visibility
+from models.steps import AttentionInSteps, Step, step
 from models.visible import Visible
-from parallelize.steps import AttentionInSteps, Step, step
 
 
 def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
@@ -26,7 +26,7 @@ def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
         replacement: AttentionCore | Visibility
         if isinstance(module, Visibility):
             replacement = _PartVisibility(splits)
-            replacement.padding = module.padding
+            replacement.padding, replacement.sinks = module.padding, module.sinks
         elif isinstance(module, AttentionCore):
             replacement = _PartCore()
         else:
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
     """The number of the micro-batch."""
     place: int
     """The number of the part in it."""
-    steps: list[Step | None]
+    steps: list[list[Step]]
     """Over the part's own keys, and over those of all earlier parts."""
 
 
@@ -78,13 +78,14 @@ class _PartVisibility(Visibility):
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         if self.number is None:
             return super().forward(positions_BS, document_ids_BS, window)
-        assert window is None, "a step of attention has no window"
-        return self._of_part(self.number, positions_BS, document_ids_BS)
+        return self._of_part(self.number, positions_BS, document_ids_BS, window)
 
-    def _of_part(self, number: int, positions_BS: Tensor, document_ids_BS: Tensor | None) -> Visible:
+    def _of_part(
+        self, number: int, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None
+    ) -> Visible:
         (sequence, place), length = divmod(number, self.splits), positions_BS.shape[1]
-        own = Visible(length, length, positions_BS.device, document_ids_BS)
-        before = Visible(length, place * length, own.device, first=place * length)
+        own = Visible(length, length, positions_BS.device, document_ids_BS, window)
+        before = Visible(length, place * length, own.device, window=window, first=place * length)
         documents_BT = None
         if document_ids_BS is not None:
             self._documents = [*self._documents[:place], document_ids_BS]
@@ -92,9 +93,9 @@ class _PartVisibility(Visibility):
             earlier_BT = documents_BT[:, : before.keys]
             before = replace(before, documents_BT=earlier_BT, own_documents_BS=document_ids_BS)
         everything = [each for each in (own, before) if each.keys]
-        steps: list[Step | None] = [step(slice(0, length), slice(0, each.keys), each) for each in everything]
+        steps = [[step(slice(0, length), slice(0, each.keys), each)] for each in everything]
         padding = min(length, max(0, self.padding - (self.splits - 1 - place) * length))
-        whole = Visible(length, length + before.keys, own.device, documents_BT, padding=padding)
+        whole = Visible(length, length + before.keys, own.device, documents_BT, window, padding=padding)
         return replace(whole, made=_Part(sequence, place, steps))
 
 
@@ -108,11 +109,11 @@ class _PartCore(AttentionCore):
         self.gradients: dict[int, list[Tensor]] = {}
         """What later parts have added to the gradients (2, B, G, S, K) of these, in float32."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         part = visible.made
         if not isinstance(part, _Part):
-            return super().forward(q, k, v, visible)
-        out = AttentionInSteps.apply(q, k, v, part.steps, _Earlier(self, part.sequence, part.place))
+            return super().forward(q, k, v, visible, sinks_H)
+        out = AttentionInSteps.apply(q, k, v, sinks_H, part.steps, _Earlier(self, part.sequence, part.place))
         if self.largest_logit is not None:
             self.observe(q, torch.cat([keys for keys, _ in self.kept[part.sequence]], dim=2), visible)
         return out

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from components.config import JobConfig, Parallelism
-from models.transformer import TransformerConfig
+from models.config import TransformerConfig
 from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of

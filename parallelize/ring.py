@@ -1,6 +1,6 @@
 """Ring attention (arXiv:2310.01889): own queries, and the keys and values of one rank after another.
 
-Each rank's keys and values are a step (steps.py). Shapes are named as in models/layers.py.
+Each rank's keys and values are a part of the steps (models/steps.py). Shapes are named as in models/layers.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,34 +11,63 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from models.steps import Step, step
 from models.visible import Visible
-from parallelize.steps import Step, step
+from parallelize.pieces import pieces_of
 
 
 def steps_of(
     rank: int, ranks: int, balanced: bool, whole: Visible, documents: Sequence[Tensor] | None
-) -> list[Step | None]:
-    """The steps of a rank, with its own keys first, then those of the rank before it; None where it sees no key.
+) -> list[list[Step]]:
+    """The steps of a rank over its own keys, then over those of the rank before it, and so on.
 
-    whole: of the sequence. documents: (B, S) of each rank. Balanced, the first half of a rank's tokens is a piece of
-    the sequence's head, the second half its counterpart in the tail (pieces_of in context.py).
+    whole: of the sequence. documents: (B, S) of each rank.
     """
-    length = whole.keys // ranks
-    everything, head, tail = slice(0, length), slice(0, length // 2), slice(length // 2, length)
-    steps: list[Step | None] = []
+    steps = []
     for number in range(ranks):
         source = (rank - number) % ranks
-        queries = tail if balanced and source > rank else everything
-        keys = head if balanced and source < rank else everything
-        if source > rank and not balanced:
-            steps.append(None)
-            continue
-        visible = Visible(queries.stop - queries.start, keys.stop, whole.device, first=keys.stop if number else 0)
+        seen = _windowed(rank, source, ranks, balanced, whole) if whole.window else []
+        if not whole.window and (balanced or source <= rank):
+            seen = [_without_window(rank, source, balanced, whole.keys // ranks, whole.device)]
         if documents is not None:
-            of_keys, of_queries = documents[source][:, keys], documents[rank][:, queries]
-            visible = replace(visible, documents_BT=of_keys, own_documents_BS=of_queries)
-        steps.append(step(queries, keys, visible))
+            seen = [_with_documents(each, documents[rank], documents[source]) for each in seen]
+        steps.append([step(*each) for each in seen])
     return steps
+
+
+def _without_window(rank: int, source: int, balanced: bool, length: int, device: torch.device) -> Step:
+    """Queries that see a part of the source's keys as a whole, or all of their own keys up to their place.
+
+    Balanced, the first half of a rank's tokens is from the head of the sequence, the second half from its tail.
+    """
+    everything, head, tail = slice(0, length), slice(0, length // 2), slice(length // 2, length)
+    queries = tail if balanced and source > rank else everything
+    keys = head if balanced and source < rank else everything
+    first = 0 if source == rank else keys.stop
+    return Step(queries, keys, Visible(queries.stop - queries.start, keys.stop, device, first=first))
+
+
+def _windowed(rank: int, source: int, ranks: int, balanced: bool, whole: Visible) -> list[Step]:
+    """A step for each piece of the queries and each piece of the source's keys that these see.
+
+    The nearest keys come first: a query's first step has its own key.
+    """
+    assert whole.window is not None
+    found = []
+    own, theirs = (pieces_of(each, whole.keys, ranks, balanced) for each in (rank, source))
+    for place, (start, stop) in enumerate(own):
+        for number, (first, last) in reversed([*enumerate(theirs)]):
+            if first <= start and start - last + 1 < whole.window:
+                size = stop - start
+                queries, keys = (slice(each * size, (each + 1) * size) for each in (place, number))
+                visible = Visible(size, size, whole.device, window=whole.window, first=start - first)
+                found.append(Step(queries, keys, visible))
+    return found
+
+
+def _with_documents(seen: Step, own_BS: Tensor, theirs_BS: Tensor) -> Step:
+    documents = {"documents_BT": theirs_BS[:, seen.keys], "own_documents_BS": own_BS[:, seen.queries]}
+    return seen._replace(visible=replace(seen.visible, **documents))  # type: ignore[arg-type]
 
 
 class Exchange(NamedTuple):

@@ -81,19 +81,41 @@ class KeyValueHeads(ColwiseParallel):
         ranks = device_mesh.size()
         if self.heads % ranks == 0:
             return super()._apply(module, device_mesh)
-        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
-        width = weight.shape[0] // self.heads
+        replicate(module, device_mesh)
+        width = module.get_parameter("weight").shape[0] // self.heads
         first = device_mesh.get_local_rank() * self.heads // ranks * width
 
         def forward(x_BSD: DTensor) -> Tensor:
-            whole = module.weight
-            assert isinstance(whole, DTensor)
-            rows = whole.to_local(grad_placements=[Partial()])[first : first + width]
-            return F.linear(x_BSD.to_local(grad_placements=[Partial()]), rows)
+            rows = {name: partial_sum(whole)[first : first + width] for name, whole in module.named_parameters()}
+            return F.linear(partial_sum(x_BSD), rows["weight"], rows.get("bias"))
 
         module.forward = forward
         return module
+
+
+class OwnHeads(ParallelStyle):
+    """A module that gives its weight (H,): each rank holds all of it, and gets the part of its own heads."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate(module, device_mesh)
+
+        def forward() -> Tensor:
+            return partial_sum(module.weight).chunk(device_mesh.size())[device_mesh.get_local_rank()]
+
+        module.forward = forward
+        return module
+
+
+def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Every rank holds the module's parameters as a whole."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(whole))
+
+
+def partial_sum(whole: Any) -> Tensor:
+    """A tensor that is the same on all ranks, for what each computes of its own: gradients are partial sums."""
+    return whole.to_local(grad_placements=[Partial()]) if isinstance(whole, DTensor) else whole
 
 
 class VocabularyParallelEmbedding(ParallelStyle):

@@ -40,7 +40,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "tied": ("false", "true"),
     "key_heads": ("4", "2", "1"),
     "vocabulary": ("1024", "1027"),
-    "model": tuple(MODELS),
+    "model": ("llama", "qwen3", "qwen3_moe"),
     "ep": ("1", "2", "4"),
     "router": ("softmax", "sigmoid"),
     "balance": ("none", "bias", "losses"),
@@ -54,6 +54,8 @@ SIDE_AXES = (
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 _WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
+FAMILIES = [name for name in MODELS if name not in AXES["model"]]
+"""Families whose layouts are a product of their own: families()."""
 NEEDS = {
     **dict.fromkeys(("sequence_parallel", "loss_parallel", "key_heads", "vocabulary"), "tp"),
     **dict.fromkeys(("method", "balancer"), "cp"),
@@ -229,16 +231,35 @@ def main_layouts(product_ranks: int = 8) -> list[Layout]:
         *(each for each in _product(DEGREES, pp=("1",)) if each.ranks > product_ranks),
         *_product(DEGREES, pp=AXES["pp"][1:]),
         *(each for each in _of_experts() if each.ranks <= product_ranks),
+        *families(),
     ]
 
 
 def _of_experts() -> list[Layout]:
     """Layouts of models with experts: of all degrees, both routers, and schedules where there is one."""
+    model = tuple(name for name in _WITH_EXPERTS if name not in FAMILIES)
     found = [
-        *_product([*DEGREES[:3], "ep", "router"], pp=("1",), model=tuple(_WITH_EXPERTS)),
-        *_product(["dp", "ep", "schedule"], pp=("2",), tp=("1",), cp=("1",), model=tuple(_WITH_EXPERTS)),
+        *_product([*DEGREES[:3], "ep", "router"], pp=("1",), model=model),
+        *_product(["dp", "ep", "schedule"], pp=("2",), tp=("1",), cp=("1",), model=model),
     ]
     return [each for each in found if each["model"] in _WITH_EXPERTS]
+
+
+def families(names: Sequence[str] = FAMILIES) -> list[Layout]:
+    """Layouts of other families: of two ranks or none in each dimension, all context parallel methods and schedules."""
+    return [
+        each
+        for name in names
+        for each in (
+            *_product(["dp", "tp", "cp", "method"], pp=("1",), model=(name,), **_TWO),
+            *_product(["dp", "schedule"], pp=("2",), **_TWO | {"tp": ("1",), "cp": ("1",)}, model=(name,)),
+            *_product(["tp", "pp", "cp"], dp=("1",), model=(name,)),
+        )
+        if each.ranks <= 8
+    ]
+
+
+_TWO: dict[str, tuple[str, ...]] = {"dp": ("1", "ddp 2", "fsdp 2")} | dict.fromkeys(("tp", "cp"), ("1", "2"))
 
 
 def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:

@@ -21,6 +21,8 @@ for name, (_, flavors) in MODELS.items():
     debug = flavors["debug"]
     tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
     tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)
+    if debug.window:
+        tiny = replace(tiny, window=9, full_every=2 if debug.full_every else 0)
     if isinstance(tiny, MixtureConfig):
         tiny = replace(tiny, n_experts=8, top_k=2, expert_dim=32)
     sizes = {"tiny": tiny}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from components import start
-from components.config import ConfigError, load_config
+from components.config import ConfigError, Model, load_config
 from components.data import build_datasets
 from components.data.sources import find_files
 from components.data.stream import check_stream, stream_spec
@@ -142,7 +142,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from models import meta_model
 
     folder = tmp_path_factory.mktemp("weights")
-    model = meta_model("llama", "debug")
+    model = meta_model(Model(name="llama", flavor="debug"))
     tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors")
     return folder

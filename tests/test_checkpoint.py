@@ -47,7 +47,7 @@ def _build(replicate: int, shard: int, seed: int) -> tuple[list[nn.Module], torc
     argv = ["--job.config_file", str(RECIPE), *SMALL, "--model.flavor", "odd", "--debug.seed", str(seed), *overrides]
     config = load_config(argv)
     mesh = Mesh(resolve_degrees(config, dist.get_world_size()), "cpu")
-    whole = meta_model(config.model.name, config.model.flavor)
+    whole = meta_model(config.model)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     give_memory(stages, torch.device("cpu"))
     for stage in stages:

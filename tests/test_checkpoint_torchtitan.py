@@ -12,7 +12,7 @@ from torch import Tensor
 
 from components.state.torchtitan import halves_of_pairs
 from models import MODELS
-from models.layers import apply_rotary, rotary_cos_sin, rotary_frequencies
+from models.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
 from tests.checkpoints import run, value_of
 from tests.harness import observe, rewrite
 

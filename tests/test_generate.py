@@ -68,7 +68,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     optimizer = torch.optim.SGD(model.parameters())
     Checkpointer(run / "checkpoint", Checkpoint(), [model], optimizer).save(7, {}, model_only=True)
     write_json(run / "run.json", {"config": to_dict(config)})
-    whole = meta_model(name, "debug")
+    whole = meta_model(Model(name=name, flavor="debug"))
     export(whole, run / "checkpoint" / "step-7", folder / "exported", "assets/tokenizer", torch.float32)
     return Saved(model, run, folder / "exported")
 

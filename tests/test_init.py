@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from components import counter_hash
+from components.config import Model
 from components.counter_hash import key_of
 from components.state.init import _normal, initialize_weights
 from models import meta_model
@@ -27,9 +28,8 @@ def test_numbers_are_standard_normal_and_independent() -> None:
 
 
 def test_a_model_in_bfloat16_leaves_the_default_as_it_was() -> None:
-    assert {parameter.dtype for parameter in meta_model("llama", "debug", dtype="bfloat16").parameters()} == {
-        torch.bfloat16
-    }
+    model = meta_model(Model(name="llama", flavor="debug"), "bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
 
 

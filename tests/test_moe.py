@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import train
+from components.config import Model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model
 from models.moe import Balance, Mixture, MixtureBlock, Router
@@ -142,7 +143,7 @@ def test_sizes_with_which_nothing_could_be_trained(changes: dict[str, Any], why:
     [("30B-A3B", 30.532, 3.353, 23.08), ("235B-A22B", 235.094, 22.191, 148.33)],
 )
 def test_published_sizes(flavor: str, billions: float, active: float, gigaflops: float) -> None:
-    model = meta_model("qwen3_moe", flavor)
+    model = meta_model(Model(name="qwen3_moe", flavor=flavor))
     sizes = {name: (model.kind(name), parameter.numel()) for name, parameter in model.named_parameters()}
     assert round(sum(size for kind, size in sizes.values() if not kind.zero) / 1e9, 3) == billions
     used = sum(size * (kind.multiplied if kind.role == "expert" else 1) for kind, size in sizes.values())

@@ -191,22 +191,22 @@ OF_DOCUMENTS = {
     "own documents taken for those of the keys": (
         "parallelize.ring",
         "steps_of",
-        "documents[source]",
-        "documents[rank]",
+        "documents[rank], documents[source]",
+        "documents[rank], documents[rank]",
     ),
     "documents of the other half of the queries": (
         "parallelize.ring",
-        "steps_of",
-        "[rank][:, queries]",
-        "[rank][:, : queries.stop - queries.start]",
+        "_with_documents",
+        "own_BS[:, seen.queries]",
+        "own_BS[:, : seen.queries.stop - seen.queries.start]",
     ),
     "a query that sees no key counts all the same": (
-        "parallelize.steps",
+        "models.steps",
         "_forward_on_cpu",
         "logsumexp if blind is None",
         "logsumexp if 1",
     ),
-    "keys that backward sees again": ("parallelize.steps", "_backward_on_cpu", "attn_mask=added", "attn_mask=None"),
+    "keys that backward sees again": ("models.steps", "_backward_on_cpu", "attn_mask=added", "attn_mask=None"),
 }
 
 
@@ -230,7 +230,7 @@ def take_the_kernel_of_a_gpu() -> None:
     vars(flex)["BLOCK"] = 4
     vars(flex_attention)["_validate_device"] = lambda *_: None  # which refuses its backward on a CPU
     for function in ("_kernel", "_wanted"):
-        rewrite("parallelize.steps", function, '"cpu"', '"none"')
+        rewrite("models.steps", function, '"cpu"', '"none"')
 
 
 @pytest.mark.parametrize("layout", [DOCUMENTS, ()], ids=["documents", "one document"])  # in float32

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import train
-from components.config import Optimizer
+from components.config import Model, Optimizer
 from components.optimizer import state_bytes
 from components.state.checkpoint import Checkpointer
 from models import MODELS, meta_model
@@ -119,7 +119,7 @@ def _tables(run: train.Run) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("family", MODELS)
 def test_every_family_says_what_its_parameters_are(family: str) -> None:
     for flavor, sizes in MODELS[family][1].items():
-        model = meta_model(family, flavor)
+        model = meta_model(Model(name=family, flavor=flavor))
         kinds = {name: model.kind(name) for name, _ in model.named_parameters()}
         absent = {"head"} if sizes.tie_embeddings else set()
         absent |= set() if isinstance(sizes, MixtureConfig) else {"router", "expert"}
@@ -140,7 +140,7 @@ def test_the_longest_pattern_that_covers_a_name_counts() -> None:
 
 def test_a_parameter_without_a_kind_and_a_pattern_without_a_parameter_are_errors() -> None:
     with pytest.raises(ValueError, match=r"no pattern for layers\.0\.router\.weight"):
-        meta_model("llama", "debug").kind("layers.0.router.weight")
+        meta_model(Model(name="llama", flavor="debug")).kind("layers.0.router.weight")
     with pytest.raises(ValueError, match=r"not there: layers\.9"), torch.device("meta"):
         Llama(replace(FLAVORS["debug"], frozen=("layers.0", "layers.9")))
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from components.state.init import initialize_weights
 from models import MODELS, qwen3
-from models.layers import RopeScaling
 from models.llama import FLAVORS, Llama
+from models.rotary import RopeScaling
 from models.transformer import Transformer
 
 transformers = pytest.importorskip("transformers")
@@ -21,9 +21,12 @@ CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"n_kv_heads": 1},
     "all key heads": {"n_kv_heads": 8},
-    "scaled rotary": {"rope_scaling": RopeScaling(factor=8.0, original_max_position=32)},
+    "scaled rotary": {"rope_scaling": RopeScaling(factor=8.0, original_max_position_embeddings=32)},
     "tied": {"tie_embeddings": True},
-    "tied and scaled": {"tie_embeddings": True, "rope_scaling": RopeScaling(factor=32.0, original_max_position=16)},
+    "tied and scaled": {
+        "tie_embeddings": True,
+        "rope_scaling": RopeScaling(factor=32.0, original_max_position_embeddings=16),
+    },
     "qwen3": {"family": "qwen3", **QWEN3},
     "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
-from components.config import ConfigError, load_config
+from components.config import ConfigError, Model, load_config
 from components.start import check_initial_weights
 from components.state import weights
 from models import MODELS, meta_model
@@ -40,7 +40,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Random weights in bfloat16, as transformers saves them, in several files; named after the model."""
     name, flavor = request.param.split()
     path = tmp_path_factory.mktemp("hub") / f"{name} {flavor}"
-    config = transformers.AutoConfig.for_model(**meta_model(name, flavor).hf_config())
+    config = transformers.AutoConfig.for_model(**meta_model(Model(name=name, flavor=flavor)).hf_config())
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(path, max_shard_size="100KB")
@@ -64,7 +64,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 def export(run: train.Run, checkpoint: Path, target: Path) -> list[str]:
     weights._FILE_BYTES = 100_000
-    model = meta_model(run.config.model.name, run.config.model.flavor)
+    model = meta_model(run.config.model)
     try:
         weights.export(model, checkpoint, target, "assets/tokenizer", torch.bfloat16)
     except OSError as error:
@@ -109,7 +109,7 @@ def test_a_run_from_weights_is_the_same_at_every_layout(folder: Path, tmp_path: 
 
 def test_each_rank_reads_what_it_keeps_and_holds_one_tensor_more(tmp_path: Path) -> None:
     """Rows and columns are both split here, by tensor parallel, shards and stages."""
-    model = meta_model("llama", "wide")
+    model = meta_model(Model(name="llama", flavor="wide"))
     torch.manual_seed(0)
     path = tmp_path / "llama wide"
     path.mkdir()
@@ -208,7 +208,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     found = check(copy)
     assert all(line.startswith(f"checkpoint.initial_load_path: {copy}: ") for line in found)
     name, flavor = folder.name.split()
-    ours = meta_model(name, flavor)
+    ours = meta_model(Model(name=name, flavor=flavor))
     assert [line.removeprefix(f"checkpoint.initial_load_path: {copy}: ") for line in found] == [
         "model.layers.0.self_attn.q_proj.weight is missing",
         f"model.norm.weight is (3,) there and ({ours.config.dim},) here",
@@ -227,7 +227,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     ],
 )
 def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) -> None:
-    model = meta_model("llama", "tiny")
+    model = meta_model(Model(name="llama", flavor="tiny"))
     assert model.hf_misfits(model.hf_config()) == []
     assert model.hf_misfits(model.hf_config() | change) == [reason]
 
@@ -235,7 +235,7 @@ def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) 
 @pytest.mark.parametrize("spelling", ["older", "newer"])
 @pytest.mark.parametrize("flavor", ["8B", "1B"])
 def test_both_spellings_of_config_json_are_read(spelling: str, flavor: str) -> None:
-    model = meta_model("llama", flavor)
+    model = meta_model(Model(name="llama", flavor=flavor))
     given = model.hf_config()
     if spelling == "newer":
         given = transformers.AutoConfig.for_model(**given).to_dict()
@@ -324,7 +324,7 @@ def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
         *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
     ).first_weights
     name, flavor = folder.name.split()
-    model, given = meta_model(name, flavor), tensors(folder)
+    model, given = meta_model(Model(name=name, flavor=flavor)), tensors(folder)
     there = {name: given[theirs] for name in observed if (theirs := model.hf_name(name)) in given}
     wrong = [name for name, tensor in there.items() if not tensor.float().equal(observed[name])]
     assert len(wrong) > 5

@@ -14,5 +14,6 @@ from components.config.tables import (
     Model,
     Optimizer,
     Parallelism,
+    RopeScaling,
     Training,
 )

@@ -26,6 +26,23 @@ from components.config.outputs import Checkpoint, Job, Metrics, Profiling
 
 
 @dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies stretched to sequences that are longer than those the model was trained for."""
+
+    rope_type: Literal["", "none", "linear", "llama3", "yarn"] = ""
+    """linear, llama3 or yarn (models/rotary.py), in place of the flavor's own; none for no stretching. By default the
+    flavor's own, and the keys below are not taken."""
+    factor: Annotated[float, Ge(1)] = 1.0
+    """Longer by this factor."""
+    original_max_position_embeddings: NonNegative = 0
+    """Length that the model was trained for; 0 for the flavor's."""
+    beta_fast: PositiveFloat = 32.0
+    """yarn: frequencies with at least so many turns in the original length stay."""
+    beta_slow: PositiveFloat = 1.0
+    """yarn: frequencies with at most so many turns are divided by the whole factor."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """Which model is trained."""
 
@@ -35,6 +52,8 @@ class Model:
     """A named size of that model."""
     attention_kernel: Name = "auto"
     """A name of KERNELS in models/attention.py; auto takes the fastest."""
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    """Rotary frequencies of longer sequences."""
     hf_assets_path: PathName = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)

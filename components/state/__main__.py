@@ -10,7 +10,7 @@ import torch.distributed as dist
 from components.config import ConfigError
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.folder import find_checkpoint
+from components.state.folder import chosen_model, find_checkpoint
 from components.state.show import diff, ls, open_checkpoint, verify
 from components.state.weights import export
 from models import meta_model
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
-    model = meta_model(config["model"]["name"], config["model"]["flavor"])
+    model = meta_model(chosen_model(config))
     export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))
     print(f"{checkpoint} -> {options.folder}")
     return ExitCode.DONE

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from components.config import ConfigError
+from components.config import ConfigError, Model, RopeScaling
 from components.files import digest, patiently, read_json
 from components.state.together import read_together
 
@@ -134,6 +134,13 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
         steps, wanted = listed(there), "any step" if step is None else f"step {step}"
         raise ConfigError(f"{folder}: no good checkpoint of {wanted}. Steps there: {steps}")
     return config, checkpoint
+
+
+def chosen_model(config: dict[str, Any]) -> Model:
+    """The table [model] of a run's job file, as far as it says which model it is."""
+    model = config["model"]
+    rope = {key: value for key, value in model.get("rope_scaling", {}).items() if hasattr(RopeScaling, key)}
+    return Model(name=model["name"], flavor=model["flavor"], rope_scaling=RopeScaling(**rope))
 
 
 def listed(there: list[Saved]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees, global_batch_size
-from parallelize.rules import compile, expert, pipeline, tensor
+from parallelize.rules import compile, expert, model, pipeline, tensor
 from parallelize.rules.sizes import near_multiples, not_among, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES
@@ -35,21 +35,6 @@ def _global_batch_misfit(config: JobConfig, degrees: Degrees) -> str:
     multiples = near_multiples(size, local * degrees.batch_ranks)
     reason = f"training.local_batch_size = {local} x {degrees.batch_ranks} batch ranks; {multiples} would be"
     return f"not a multiple of {reason}" if size % (local * degrees.batch_ranks) else ""
-
-
-def _kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from models.attention import KERNELS
-
-    kernel = config.model.attention_kernel
-    if kernel not in KERNELS:
-        return not_among(kernel, KERNELS)
-    if kernel == "auto":
-        return ""
-    if config.parallelism.pipeline_parallel_sequence_splits > 1:
-        return "parts of sequences have kernels of their own; pipeline_parallel_sequence_splits = 1 would do"
-    if degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
-        return ""
-    return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
 
 
 def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -102,9 +87,14 @@ RULES = [
     ),
     Rule(
         "model.attention_kernel",
-        _kernel_misfit,
-        "The ring, and parts of sequences, compute attention in steps, which also need the log-sum-exp of their "
+        model.kernel_misfit,
+        "The ring, parts of sequences and sinks compute attention in steps, which also need the log-sum-exp of their "
         "logits: only their own kernels give it.",
+    ),
+    Rule(
+        "model.rope_scaling.rope_type",
+        model.rope_misfit,
+        "Each kind of stretching has its own settings; one that nobody reads would be a mistake that nobody sees.",
     ),
     Rule("compile.backend", compile.backend_misfit, "torch has no such backend."),
     _pipeline(

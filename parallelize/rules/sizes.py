@@ -9,9 +9,9 @@ from components.config import JobConfig
 
 def sizes_of(config: JobConfig) -> Any:
     """The model's configuration: n_heads, n_kv_heads, ffn_dim, vocab_size, n_layers."""
-    from models import MODELS
+    from models import sizes
 
-    return MODELS[config.model.name][1][config.model.flavor]
+    return sizes(config.model)
 
 
 def near_multiples(size: int, unit: int) -> str:

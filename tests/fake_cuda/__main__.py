@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -114,7 +115,7 @@ def _build(case: Case, fake: FakeTensorMode) -> Callable[[], object]:
     init_fake_group()
     degrees, device = resolve_degrees(config, dist.get_world_size()), torch.device("cuda", 0)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
-    whole = meta_model(config.model.name, config.model.flavor, "plain")
+    whole = meta_model(replace(config.model, attention_kernel="plain"))
     # FSDP makes tensors; a pipeline copies parameters, and fake copies are not given memory.
     with fake if degrees.pp == 1 else nullcontext():
         stages = parallelize_model(config.model.name)(whole, mesh, config)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from components import start
-from components.config import ROOT, ConfigError, JobConfig, to_dict
+from components.config import ROOT, ConfigError, JobConfig, Model, to_dict
 from components.data import PackedSequences, TokenCache
 from components.data.tokenizer import TiktokenTokenizer, load_tokenizer
 from components.metrics.report import _read_run, about_cells
@@ -170,7 +170,7 @@ class Mutations:
             path.read_text() for name in ("recipes", "tests/titan_v02") for path in (ROOT / name).glob("*.toml")
         ]
         self.recipes.sort()
-        model = meta_model("llama", "debug")
+        model = meta_model(Model(name="llama", flavor="debug"))
         self.model = model
         tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}
         weights = folder / "weights"

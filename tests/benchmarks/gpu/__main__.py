@@ -28,7 +28,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
-from components.config import ROOT, ConfigError
+from components.config import ROOT, ConfigError, Model
 from components.metrics import git_revision, peak_flops
 from models import meta_model
 from tests import matrix
@@ -84,7 +84,7 @@ def profile(step: Step, device: str, folder: Path) -> Row:
 
 def flops(step: Step) -> tuple[int, int]:
     """Of a token, with attention counted full and half."""
-    return meta_model("llama", step.flavor).flops_per_token(step.seq)
+    return meta_model(Model(name="llama", flavor=step.flavor)).flops_per_token(step.seq)
 
 
 def speed(step: Step, row: Row, device: str) -> tuple[float, str]:

@@ -27,8 +27,10 @@ class Step(NamedTuple):
 
 
 def step(queries: slice, keys: slice, visible: Visible) -> Step:
-    """Prepares for documents; without them kernels need nothing."""
-    return Step(queries, keys, visible if visible.documents_BT is None else replace(visible, made=_wanted(visible)))
+    """Prepares a mask, if the queries see more than nothing and less than a causal mask or all of the keys."""
+    whole = visible.documents_BT is None and visible.window is None and visible.before >= visible.keys
+    plain = whole or visible.is_causal
+    return Step(queries, keys, visible if plain else replace(visible, made=_wanted(visible)))
 
 
 class Source(Protocol):
@@ -41,54 +43,84 @@ class Source(Protocol):
         """The whole gradient (2, B, G, S, K) of own keys and values, of what each step adds to those that it had."""
 
 
-class AttentionInSteps(torch.autograd.Function):
-    """(q (B, H, S, K), k (B, G, S, K), v (B, G, S, K), steps, source) -> (B, H, S, K). Own q, k, v are given.
+class Own(NamedTuple):
+    """A Source of own keys and values alone."""
 
+    def passed_on(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        yield k, v
+
+    def brought_home(self, gradients: Iterable[Tensor]) -> Tensor:
+        (gradient,) = gradients
+        return gradient
+
+
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor) -> Tensor:
+    """Attention in one step, whose softmax has the sink of each head beside the keys; visible.made is that step."""
+    return AttentionInSteps.apply(q, k, v, sinks_H, [[visible.made]], Own())
+
+
+def one_step(visible: Visible) -> Step:
+    """Over all queries and keys."""
+    return step(slice(0, visible.queries), slice(0, visible.keys), visible)
+
+
+class AttentionInSteps(torch.autograd.Function):
+    """(q (B, H, S, K), k (B, G, S, K), v (B, G, S, K), sinks (H,), steps, source) -> (B, H, S, K).
+
+    Own q, k, v are given. steps: those of each part that the source passes on; a query's first step shows it a key.
+    A sink is a logit without a key, whose value is 0; None for no sinks.
     Kept for backward are own q, k, v and results alone: the source gives all other keys and values a second time.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: list[Step | None], source: Source) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor | None, steps: list[list[Step]], source: Source
+    ) -> Tensor:
         merged = torch.zeros(q.shape, device=q.device)
         total = torch.full(q.shape[:3], -math.inf, device=q.device)
         attend = _kernel(q, steps).forward
-        for step, (keys, values) in zip(steps, source.passed_on(k, v), strict=True):
-            if step is None:
-                continue
-            rows, seen = step.queries, step.keys
-            out, logsumexp = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], step.visible)
-            together = torch.logaddexp(total[:, :, rows], logsumexp)
-            share = (logsumexp - together).exp()[..., None]
-            merged[:, :, rows] += share * (out - merged[:, :, rows])
-            total[:, :, rows] = together
+        for steps_of_part, (keys, values) in zip(steps, source.passed_on(k, v), strict=True):
+            for rows, seen, visible in steps_of_part:
+                out, logsumexp = attend(q[:, :, rows], keys[:, :, seen], values[:, :, seen], visible)
+                together = torch.logaddexp(total[:, :, rows], logsumexp)
+                share = (logsumexp - together).exp()[..., None]
+                merged[:, :, rows] += share * (out - merged[:, :, rows])
+                total[:, :, rows] = together
+        if sinks_H is not None:
+            together = torch.logaddexp(total, sinks_H.float()[:, None])
+            merged *= (total - together).exp()[..., None]
+            total = together
         out = merged.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, total)
+        ctx.save_for_backward(q, k, v, sinks_H, out, total)
         ctx.steps, ctx.source = steps, source
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, total = ctx.saved_tensors
+        q, k, v, sinks_H, out, total = ctx.saved_tensors
         of_q = torch.zeros(q.shape, device=q.device)
         differentiate = _kernel(q, ctx.steps).backward
 
         def parts() -> Iterator[Tensor]:
             """The gradients of each step's keys and values, in float32."""
-            for step, (keys, values) in zip(ctx.steps, ctx.source.passed_on(k, v), strict=True):
+            for steps_of_part, (keys, values) in zip(ctx.steps, ctx.source.passed_on(k, v), strict=True):
                 of_keys_and_values = torch.zeros((2, *keys.shape), device=k.device)
-                if step is not None:
-                    rows, seen = step.queries, step.keys
+                for rows, seen, visible in steps_of_part:
                     own_gradient, own_q, own_out, own_total = (of[:, :, rows] for of in (gradient, q, out, total))
                     # Contiguous: torch's kernels on a GPU do not look at the strides of the log-sum-exp.
                     part = own_gradient, own_q, own_out, own_total.contiguous(), keys[:, :, seen], values[:, :, seen]
-                    found = differentiate(*part, step.visible)
+                    found = differentiate(*part, visible)
                     of_q[:, :, rows] += found[0]
-                    of_keys_and_values[0, :, :, seen] = found[1]
-                    of_keys_and_values[1, :, :, seen] = found[2]
+                    of_keys_and_values[0, :, :, seen] += found[1]
+                    of_keys_and_values[1, :, :, seen] += found[2]
                 yield of_keys_and_values
 
         of_k, of_v = ctx.source.brought_home(parts())
-        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+        of_sinks = None
+        if sinks_H is not None:
+            shares = (sinks_H.float()[:, None] - total).exp()
+            of_sinks = -(shares * (gradient.float() * out).sum(dim=-1)).sum(dim=(0, 2)).to(sinks_H.dtype)
+        return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None, None
 
 
 class _Kernel(NamedTuple):
@@ -98,11 +130,11 @@ class _Kernel(NamedTuple):
     """(gradient, q, result, log-sum-exp, k, v, visible) -> gradients of q, k, v; the middle two are of all steps."""
 
 
-def _kernel(q: Tensor, steps: list[Step | None]) -> _Kernel:
+def _kernel(q: Tensor, steps: list[list[Step]]) -> _Kernel:
     """The CPU's fused kernel; on a GPU torch's flash attention, which has no mask and no float32, or FlexAttention."""
     if q.device.type == "cpu":
         return _Kernel(_forward_on_cpu, _backward_on_cpu)
-    masked = any(step is not None and step.visible.made is not None for step in steps)
+    masked = any(each.visible.made is not None for part in steps for each in part)
     if masked or q.dtype == torch.float32 or q.shape[3] % 8:
         return _Kernel(_flex_forward, _flex_backward)
     return _Kernel(_flash_forward, _flash_backward)

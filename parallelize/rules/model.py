@@ -1,0 +1,41 @@
+"""Rules on what the job file says of the model: each function gives the reason for a refusal, or an empty string."""
+
+from dataclasses import fields
+
+from components.config import JobConfig, RopeScaling
+from parallelize.mesh import Degrees
+from parallelize.rules.sizes import not_among, sizes_of
+
+_OF_TYPE = {
+    "linear": {"factor"},
+    "llama3": {"factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
+}
+"""The keys of model.rope_scaling that a rope_type takes."""
+
+
+def kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models.attention import KERNELS
+
+    kernel = config.model.attention_kernel
+    if kernel not in KERNELS:
+        return not_among(kernel, KERNELS)
+    if kernel == "auto":
+        return ""
+    if sizes_of(config).sinks:
+        return f'attention with the sinks of {config.model.name} has kernels of its own; "auto" would do'
+    if config.parallelism.pipeline_parallel_sequence_splits > 1:
+        return "parts of sequences have kernels of their own; pipeline_parallel_sequence_splits = 1 would do"
+    if degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
+        return ""
+    return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
+
+
+def rope_misfit(config: JobConfig, degrees: Degrees) -> str:
+    asked, default = config.model.rope_scaling, RopeScaling()
+    taken = _OF_TYPE.get(asked.rope_type, set())
+    given = {each.name for each in fields(asked) if getattr(asked, each.name) != getattr(default, each.name)}
+    if idle := sorted(given - taken - {"rope_type"}):
+        can = [name for name, keys in _OF_TYPE.items() if keys.issuperset(idle)]
+        return f"it does not take {', '.join(idle)}; {' or '.join(can)} would"
+    return "it stretches nothing with factor = 1; 2.0 doubles the length" if taken and asked.factor == 1 else ""
