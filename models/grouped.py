@@ -3,6 +3,7 @@
 Shapes are named as in models/moe.py.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,11 +12,38 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def grouped_swiglu(rows_RD: Tensor, counts_E: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
-    """The first counts_E[0] rows by the first expert, and so on."""
+def grouped_feed_forward(
+    rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor], activation: str
+) -> Tensor:
+    """The first counts_E[0] rows by the first expert, and so on.
+
+    parameters: w1 and w3 (E, F, D) and w2 (E, D, F), and their biases b1, b3 (E, F) and b2 (E, D), if there are any.
+    """
     ends = counts_E.cumsum(0).to(torch.int32)
-    hidden = F.silu(_GroupedProduct.apply(rows_RD, w1_EFD, ends)) * _GroupedProduct.apply(rows_RD, w3_EFD, ends)
-    return _GroupedProduct.apply(hidden, w2_EDF, ends)
+    expert_R = None
+    if "b1" in parameters:
+        rows = torch.arange(len(rows_RD), dtype=torch.int32, device=rows_RD.device)
+        expert_R = torch.searchsorted(ends, rows, right=True)
+
+    def product(rows: Tensor, number: int) -> Tensor:
+        out = _GroupedProduct.apply(rows, parameters[f"w{number}"], ends)
+        return out if expert_R is None else out + _OfRows.apply(parameters[f"b{number}"], expert_R, ends)
+
+    return product(_ACTIVATIONS[activation](product(rows_RD, 1), product(rows_RD, 3)), 2)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """arXiv:2002.05202."""
+    return F.silu(gate) * up
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's (arXiv:2508.10925)."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * (1.702 * gate).sigmoid() * (up + 1)
+
+
+_ACTIVATIONS = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 
 @torch.library.custom_op("meshwright::grouped_product", mutates_args=())
@@ -46,6 +74,22 @@ class _GroupedProduct(torch.autograd.Function):
         of_rows = grouped_product(gradient, weights, ends) if context.needs_input_grad[0] else None
         of_weights = grouped_product(gradient.T, rows, ends) if context.needs_input_grad[1] else None
         return of_rows, of_weights, None
+
+
+class _OfRows(torch.autograd.Function):
+    """A vector of each expert (E, F) -> that of each row (R, F). Backward sums in a fixed order."""
+
+    @staticmethod
+    def forward(context: Any, bias_EF: Tensor, expert_R: Tensor, ends: Tensor) -> Tensor:
+        context.save_for_backward(ends)
+        return bias_EF[expert_R]
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, gradient: Tensor) -> Any:
+        (ends,) = context.saved_tensors
+        ones = gradient.new_ones((len(gradient), 16 // gradient.itemsize))  # strides are multiples of 16 bytes
+        return grouped_product(ones.T, gradient.contiguous(), ends)[:, 0], None, None
 
 
 class ToRows(torch.autograd.Function):

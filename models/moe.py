@@ -4,7 +4,7 @@ Shapes are named as in models/layers.py; beside them T tokens, E experts, C chos
 a token for one of its experts, and rows are in the order of experts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.config import TransformerConfig
-from models.grouped import FromRows, ToRows, grouped_swiglu
+from models.grouped import FromRows, ToRows, grouped_feed_forward
 from models.hugging_face import FIELDS, NAMES
 from models.layers import FeedForward
-from models.parameters import KINDS, MATRIX, OUTPUT_MATRIX, Kind
+from models.parameters import BIAS, KINDS, MATRIX, OUTPUT_MATRIX, Kind
 from models.transformer import Block, Transformer
 from models.visible import Visible
 
@@ -52,6 +52,12 @@ class MixtureConfig(TransformerConfig):
     """Groups of a token."""
     group_score: Literal["max", "top2"] = "top2"
     """A group counts by its best expert, or by the sum of its two best."""
+    router_bias: bool = False
+    """The router's logits have biases."""
+    expert_bias: bool = False
+    """The products of experts have biases."""
+    activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Of experts (models/grouped.py)."""
 
     @property
     def tp_columns(self) -> int:
@@ -106,6 +112,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32), requires_grad=False)
         """Added to scores where experts are chosen, and nowhere else (arXiv:2408.15664)."""
+        if config.router_bias:
+            self.logit_bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32))
         self.balance: Balance | None = None
         self.observed = False
         """Whether each forward writes its entropy."""
@@ -117,19 +125,20 @@ class Router(nn.Module):
 
         sequences: the number of each token's sequence, of `batch` sequences.
         """
-        return self.route(x_TD, sequences_T, batch, self.weight, self.bias)
+        return self.route(x_TD, sequences_T, batch, dict(self.named_parameters()))
 
     def route(
-        self, x_TD: Tensor, sequences_T: Tensor, batch: int, weight_ED: Tensor, bias_E: Tensor
+        self, x_TD: Tensor, sequences_T: Tensor, batch: int, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The same, by this weight and this bias."""
+        """The same, by these parameters."""
         config = self.config
-        logits_TE = F.linear(x_TD.float(), weight_ED.to(x_TD.device))
+        own = {name: parameter.to(x_TD.device) for name, parameter in parameters.items()}
+        logits_TE = F.linear(x_TD.float(), own["weight"], own.get("logit_bias"))
         scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
         if self.observed:
             shares = (scores_TE / scores_TE.sum(-1, keepdim=True)).detach()
             self.entropy = torch.special.entr(shares).sum(dtype=torch.float64)
-        chosen_TC = self.choose(scores_TE.detach() + bias_E.to(x_TD.device))
+        chosen_TC = self.choose(scores_TE.detach() + own["bias"])
         weights_TC = scores_TE.gather(1, chosen_TC)
         if self.balance is not None and torch.is_grad_enabled():
             weights_TC = _Attach.apply(weights_TC, self._loss(logits_TE, scores_TE, chosen_TC, sequences_T, batch))
@@ -164,17 +173,25 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers of equal size (SwiGLU): their matrices are stacked, and multiplied in one grouped product."""
+    """Feed-forward layers of equal size: their matrices are stacked, and multiplied in one grouped product."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
-        self.w2 = nn.Parameter(torch.empty(config.n_experts, config.dim, config.expert_dim))
-        self.w3 = nn.Parameter(torch.empty(config.n_experts, config.expert_dim, config.dim))
+        self.activation = config.activation
+        wide, narrow = (config.n_experts, config.expert_dim), (config.n_experts, config.dim)
+        self.w1 = nn.Parameter(torch.empty(*wide, config.dim))
+        self.w2 = nn.Parameter(torch.empty(*narrow, config.expert_dim))
+        self.w3 = nn.Parameter(torch.empty(*wide, config.dim))
+        if config.expert_bias:
+            self.b1, self.b2, self.b3 = (nn.Parameter(torch.empty(shape)) for shape in (wide, narrow, wide))
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows (R, D) after their experts; counts: of each expert's rows, int64."""
-        return grouped_swiglu(rows_RD, counts_E, self.w1, self.w2, self.w3)
+        return self.multiply(rows_RD, counts_E, dict(self.named_parameters()))
+
+    def multiply(self, rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+        """The same, by these parameters."""
+        return grouped_feed_forward(rows_RD, counts_E, parameters, self.activation)
 
 
 class Exchange(Protocol):
@@ -272,6 +289,8 @@ class MixtureTransformer(Transformer):
     kinds: ClassVar[dict[str, Kind]] = KINDS | {
         "layers.*.feed_forward.router": Kind("router"),
         "layers.*.feed_forward.router.bias": BALANCE,
+        "layers.*.feed_forward.router.logit_bias": BIAS,
+        "layers.*.feed_forward.experts.b[123]": BIAS,
         "layers.*.feed_forward.experts.w[13]": EXPERT,
         "layers.*.feed_forward.experts.w2": replace(EXPERT, into_residual=True),
         "layers.*.feed_forward.shared.w[13]": MATRIX,

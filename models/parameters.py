@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import nn
 
-Role = Literal["embedding", "matrix", "norm", "head", "router", "expert"]
+Role = Literal["embedding", "matrix", "bias", "norm", "head", "router", "expert"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ EMBEDDING = Kind("embedding", multiplied=0)
 TIED_EMBEDDING = Kind("embedding")  # it is also the head's table
 MATRIX = Kind("matrix")
 OUTPUT_MATRIX = Kind("matrix", into_residual=True)
+BIAS = Kind("bias", multiplied=0, zero=True)
 NORM = Kind("norm", multiplied=0)
 HEAD = Kind("head")
 
@@ -39,6 +40,8 @@ KINDS: dict[str, Kind] = {
     "tok_embeddings": EMBEDDING,
     "layers.*.attention.w[qkv]": MATRIX,
     "layers.*.attention.wo": OUTPUT_MATRIX,
+    "layers.*.attention.w[qkvo].bias": BIAS,
+    "layers.*.attention.sinks": BIAS,
     "layers.*.attention.[qk]_norm": NORM,
     "layers.*.attention_norm": NORM,
     "layers.*.feed_forward.w[13]": MATRIX,

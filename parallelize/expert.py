@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -23,10 +23,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from components.config import Balancing, Parallelism
-from models.grouped import ToRows, grouped_swiglu
+from models.grouped import ToRows
 from models.moe import Balance, Experts, Mixture, MixtureBlock, Router
 from parallelize.mesh import Mesh
 from parallelize.sharding import local_part
+from parallelize.tensor import partial_sum
 
 
 def has_experts(model: nn.Module) -> bool:
@@ -81,10 +82,8 @@ def _replicate(router: Router, mesh: Mesh) -> None:
         router.register_parameter(name, nn.Parameter(whole, requires_grad=weight.requires_grad))
 
     def forward(x_TD: Tensor, sequences_T: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        weight: Any = router.weight
-        bias: Any = router.bias
-        own_weight = weight.to_local(grad_placements=[Partial()])
-        return router.route(x_TD, sequences_T, batch, own_weight, bias.to_local())
+        own = {name: partial_sum(weight) for name, weight in router.named_parameters()}
+        return router.route(x_TD, sequences_T, batch, own)
 
     router.forward = forward  # type: ignore[method-assign]
 
@@ -95,8 +94,8 @@ def _share_out(experts: Experts, ep: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
 
     def forward(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        own = (weight.to_local() for weight in (experts.w1, experts.w2, experts.w3))  # type: ignore[attr-defined]
-        return grouped_swiglu(rows_RD, counts_E, *own)
+        own = {name: weight.to_local() for name, weight in experts.named_parameters()}  # type: ignore[attr-defined]
+        return experts.multiply(rows_RD, counts_E, own)
 
     experts.forward = forward  # type: ignore[method-assign]
 

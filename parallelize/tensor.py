@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 
 from models.layers import Head
 from models.loss import cross_entropy, linear_cross_entropy
+from models.moe import Experts, Router
 from models.parameters import covers, set_trained
 from parallelize.mesh import Mesh
 
@@ -45,8 +46,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     set_trained(model)  # styles register new parameters, which would all be trained
 
 
-def _in_expert_py(model: Any, name: str) -> bool:
-    return model.kind(name).role in ("router", "expert")
+def _in_expert_py(model: nn.Module, name: str) -> bool:
+    return isinstance(model.get_submodule(name.rpartition(".")[0]), (Experts, Router))
 
 
 def _is_left_out(model: nn.Module, pattern: str) -> bool:

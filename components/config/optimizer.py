@@ -42,7 +42,7 @@ class Optimizer:
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decay of all parameters but norms, which have none."""
+    """Decay of all parameters but norms and biases, which have none."""
     momentum: Beta = 0.95
     """Muon: decay of the momentum, which is Nesterov's."""
     newton_schulz_steps: Positive = 5
@@ -51,6 +51,8 @@ class Optimizer:
     """The table of token embeddings, also where it is the head's too."""
     matrix: Role = field(default_factory=Role)
     """The matrices of the layers."""
+    bias: NormRole = field(default_factory=NormRole)
+    """What is added to products, and the sinks of attention."""
     norm: NormRole = field(default_factory=NormRole)
     """The vectors of the norms."""
     router: Role = field(default_factory=Role)
