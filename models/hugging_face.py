@@ -1,8 +1,11 @@
 """Hugging Face's names of weights, and its config.json."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from models.rotary import RopeScaling
 
@@ -52,12 +55,55 @@ FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_
 """Fields of config.json that have one value for every model here."""
 
 
-def hugging_face_name(name: str, names: dict[str, str]) -> str:
-    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight; names may also name a parameter."""
+class Part(NamedTuple):
+    """A parameter that is a part of a tensor of a Hugging Face folder, as families write it in hf_names."""
+
+    name: str
+    """Of the tensor."""
+    transposed: bool = False
+    """The last two dimensions are swapped there."""
+    first: int = 0
+    """The parameter's first column there, of the last dimension."""
+    step: int = 1
+    """From one of its columns there to the next; those between are of step - 1 parameters of the same shape."""
+
+    def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensor's shape, from the parameter's."""
+        there = self._swapped(shape)
+        return there if self.step == 1 else (*there[:-1], there[-1] * self.step)
+
+    def where(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
+        """The slice of the tensor that holds a slice of the parameter, one that is not empty; `turned` turns it."""
+        there = self._swapped(where)
+        if self.step == 1:
+            return there
+        first, last = (self.first + column * self.step for column in (there[-1].start, there[-1].stop - 1))
+        return *there[:-1], slice(first, last + 1, self.step)
+
+    def turned(self, tensor: Tensor) -> Tensor:
+        return tensor.mT if self.transposed else tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """A view of the tensor, with the parameter's shape."""
+        return self.turned(whole if self.step == 1 else whole[..., self.first :: self.step])
+
+    def _swapped(self, dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*dims[:-2], dims[-1], dims[-2]) if self.transposed else dims
+
+
+def hugging_face_name(name: str, names: Mapping[str, str | Part]) -> str | Part:
+    """layers.3.attention.wq.weight -> model.layers.3.self_attn.q_proj.weight; names may also name a parameter.
+
+    A parameter that names have as a Part is one, with the number in its name.
+    """
     pattern, number = re.sub(r"\.\d+\.", ".*.", name), re.search(r"\d+", name)
     module, _, kind = pattern.rpartition(".")
     found = names[pattern] if pattern in names else f"{names[module]}.{kind}"
-    return found.replace("*", number[0], 1) if number else found
+    if not number:
+        return found
+    if isinstance(found, Part):
+        return found._replace(name=found.name.replace("*", number[0], 1))
+    return found.replace("*", number[0], 1)
 
 
 def to_hugging_face(config: Any) -> dict[str, Any]:

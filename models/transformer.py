@@ -1,5 +1,6 @@
 """The decoder-only transformer that the families share. A family adds its sizes and names."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from models.attention import Visibility, Visible
 from models.config import TransformerConfig
-from models.hugging_face import NAMES, from_hugging_face, hugging_face_name, to_hugging_face
+from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, FeedForward, Head
 from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_kind, set_trained
 from models.rotary import rotary_cos_sin, rotary_frequencies
@@ -38,8 +39,8 @@ class Transformer(nn.Module):
     """The class of the norm before the head."""
     kinds: ClassVar[dict[str, Kind]] = KINDS
     """The kinds of the model's parameters."""
-    hf_names: ClassVar[dict[str, str]] = NAMES
-    """Module names here -> Hugging Face's."""
+    hf_names: ClassVar[Mapping[str, str | Part]] = NAMES
+    """Names of modules or parameters here -> Hugging Face's."""
     hf_type: ClassVar[str] = ""
     """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: ClassVar[str] = ""
@@ -115,8 +116,8 @@ class Transformer(nn.Module):
         tied = {"tok_embeddings": TIED_EMBEDDING} if self.config.tie_embeddings else {}
         return find_kind(name, self.kinds | tied, self.config.frozen)
 
-    def hf_name(self, name: str) -> str:
-        """Hugging Face's name of a parameter; empty if there is none.
+    def hf_name(self, name: str) -> str | Part:
+        """Hugging Face's name of a parameter, or its part of a tensor there; empty if there is none.
 
         A * stands for the index along the first dimension: there each of these is a tensor of its own.
         """

@@ -55,7 +55,9 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
 
 def theirs_of(ours: Transformer, theirs: torch.nn.Module, name: str, of: Callable[[Any], Any]) -> Tensor:
     """Their parameter, or its gradient; transformers stacks the matrices of experts, two of them in one."""
-    module, _, projection = ours.hf_name(name).partition(".*.")
+    there = ours.hf_name(name)
+    assert isinstance(there, str)
+    module, _, projection = there.partition(".*.")
     if not projection:
         return of(theirs.get_parameter(module))
     experts: Any = theirs.get_submodule(module)

@@ -22,6 +22,7 @@ from components.data.tokenizer import export_tokenizer
 from components.files import inside, read_json_as, write_json
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
+from models.hugging_face import Part
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
@@ -32,8 +33,11 @@ class HuggingFaceModel(Protocol):
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]: ...
 
-    def hf_name(self, name: str) -> str:
-        """A parameter's name in a Hugging Face folder; * stands for the index along the first dimension."""
+    def hf_name(self, name: str) -> str | Part:
+        """A parameter's name in a Hugging Face folder, or its part of a tensor there; empty if there is none.
+
+        A * stands for the index along the first dimension.
+        """
 
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -90,7 +94,8 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model."""
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        wanted |= {there: tuple(tensor.shape) for there, tensor in _pieces(model, name, parameter)}
+        for part, piece in _pieces(model, name, parameter):
+            wanted[part.name] = part.whole_shape(tuple(piece.shape))
     there = Folder(path).shapes()
     misfits = [f"{name} is missing" for name in wanted if name not in there]
     misfits += [
@@ -100,7 +105,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     ]
     # Old files hold rotary frequencies, and some files of models with tied weights hold both head and embedding.
     named = model.named_parameters(remove_duplicate=False)
-    all_names = {there for name, parameter in named for there, _ in _pieces(model, name, parameter)}
+    all_names = {part.name for name, parameter in named for part, _ in _pieces(model, name, parameter)}
     extra = sorted(there.keys() - all_names)
     misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
     config_file = path / "config.json"
@@ -124,14 +129,19 @@ def _fill(stages: list[nn.Module], folder: Folder) -> None:
         for name, parameter in stage.named_parameters():
             local, offset = own_slice(parameter.detach())
             where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
-            there: str = stage.hf_name(name)  # type: ignore[operator]
-            if not there:
+            part = _part(stage.hf_name(name))  # type: ignore[operator]
+            if not part.name:
                 local.zero_()
-            elif "*" in there:
+            elif "*" in part.name:
                 for number, piece in enumerate(local, offset[0]):
-                    piece.copy_(folder.read(there.replace("*", str(number)), where[1:]))
-            elif local.numel():
-                local.copy_(folder.read(there, where))
+                    _read(folder, _numbered(part, number), where[1:], piece)
+            else:
+                _read(folder, part, where, local)
+
+
+def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) -> None:
+    if target.numel():
+        target.copy_(part.turned(folder.read(part.name, part.where(where))))
 
 
 def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
@@ -160,20 +170,22 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
                 dcp.load(tensors, storage_reader=reader, no_dist=True)
             theirs: dict[str, Tensor] = {}
             for name in parts[number]:
-                whole = tensors.pop(f"model.{name}").to(dtype)
-                theirs |= {there: piece.clone() for there, piece in _pieces(model, name, whole)}
+                for part, piece in _pieces(model, name, tensors.pop(f"model.{name}")):
+                    if part.name not in theirs:
+                        theirs[part.name] = torch.empty(part.whole_shape(tuple(piece.shape)), dtype=dtype)
+                    part.of(theirs[part.name]).copy_(piece)
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
             (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
 
     def publish() -> None:
         if len(parts) > 1:
             where = {
-                there: file
-                for file, part in zip(names, parts, strict=True)
-                for name, parameter in part.items()
-                for there, _ in _pieces(model, name, parameter)
+                part.name: file
+                for file, parameters in zip(names, parts, strict=True)
+                for name, parameter in parameters.items()
+                for part, _ in _pieces(model, name, parameter)
             }
-            size = sum(p.numel() * dtype.itemsize for part in parts for p in part.values())
+            size = sum(p.numel() * dtype.itemsize for parameters in parts for p in parameters.values())
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
@@ -209,23 +221,37 @@ def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:
         raise ConfigError(f"{reader.path}: {moved[0]}{more} is not 0, and a Hugging Face folder has no place for it")
 
 
-def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[str, Tensor]]:
-    """The tensors of a Hugging Face folder that make up a parameter: one, one for each expert, or none."""
-    there = model.hf_name(name)
-    if "*" in there:
-        return [(there.replace("*", str(number)), piece) for number, piece in enumerate(parameter)]
-    return [(there, parameter)] if there else []
+def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[Part, Tensor]]:
+    """Where a parameter is in a Hugging Face folder: in one tensor, in one for each expert, or nowhere."""
+    part = _part(model.hf_name(name))
+    if "*" in part.name:
+        return [(_numbered(part, number), piece) for number, piece in enumerate(parameter)]
+    return [(part, parameter)] if part.name else []
+
+
+def _part(there: str | Part) -> Part:
+    return Part(there) if isinstance(there, str) else there
+
+
+def _numbered(part: Part, number: int) -> Part:
+    return part._replace(name=part.name.replace("*", str(number)))
 
 
 def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor]]:
-    """Parameters by name, for each file."""
+    """Parameters by name, for each file. The parts of a tensor are in one file."""
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        if there := _part(model.hf_name(name)).name:
+            tensors.setdefault(there, {})[name] = parameter
     parts: list[dict[str, Tensor]] = []
     size = _FILE_BYTES
-    for name, parameter in model.named_parameters():
-        bytes_of_it = parameter.numel() * dtype.itemsize
+    for parameters in tensors.values():
+        columns = [_part(model.hf_name(name)) for name in parameters]
+        assert sorted(part.first for part in columns) == [*range(columns[0].step)], f"{columns}: not a whole tensor"
+        bytes_of_it = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
         if size + bytes_of_it > _FILE_BYTES:
             parts.append({})
             size = 0
-        parts[-1][name] = parameter
+        parts[-1] |= parameters
         size += bytes_of_it
     return parts
