@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from models.config import TransformerConfig
 from models.grouped import FromRows, ToRows, grouped_feed_forward
-from models.hugging_face import FIELDS, NAMES
+from models.hugging_face import FIELDS, NAMES, Part
 from models.layers import FeedForward
 from models.parameters import BIAS, KINDS, MATRIX, OUTPUT_MATRIX, Kind
 from models.transformer import Block, Transformer
@@ -296,7 +296,8 @@ class MixtureTransformer(Transformer):
         "layers.*.feed_forward.shared.w[13]": MATRIX,
         "layers.*.feed_forward.shared.w2": OUTPUT_MATRIX,
     }
-    hf_names: ClassVar[dict[str, str]] = NAMES | {
+    hf_names: ClassVar[Mapping[str, str | Part]] = {
+        **NAMES,
         "layers.*.feed_forward.router": "model.layers.*.mlp.gate",
         "layers.*.feed_forward.router.bias": "",
         "layers.*.feed_forward.experts.w1": "model.layers.*.mlp.experts.*.gate_proj.weight",

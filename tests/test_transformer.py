@@ -9,6 +9,7 @@ from torch import Tensor
 
 from components.state.init import initialize_weights
 from models import MODELS, qwen3
+from models.hugging_face import Part
 from models.llama import FLAVORS, Llama
 from models.rotary import RopeScaling
 from models.transformer import Transformer
@@ -17,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 
 QWEN3 = {"n_heads": 4, "head_size": 24}
 EXPERTS = {"n_experts": 8, "top_k": 3, "expert_dim": 20}
+YARN = RopeScaling("yarn", 8.0, 32, truncate=False)
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"n_kv_heads": 1},
@@ -30,6 +32,9 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3", **QWEN3},
     "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
+    "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
+    "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
+    "linear scaling": {"family": "qwen3", **QWEN3, "rope_scaling": RopeScaling("linear", 4.0)},
     "qwen3_moe, not normalised": {"family": "qwen3_moe", "normalised": False, **QWEN3, **EXPERTS},
 }
 
@@ -46,6 +51,8 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
         for name, parameter in ours.named_parameters():
             if ours.kind(name).role == "norm":  # ones would hide a norm that is left out
                 parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
+            elif ours.kind(name).role == "bias":
+                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform
             if ours.hf_name(name):
@@ -56,7 +63,8 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
 def theirs_of(ours: Transformer, theirs: torch.nn.Module, name: str, of: Callable[[Any], Any]) -> Tensor:
     """Their parameter, or its gradient; transformers stacks the matrices of experts, two of them in one."""
     there = ours.hf_name(name)
-    assert isinstance(there, str)
+    if isinstance(there, Part):
+        return there.of(of(theirs.get_parameter(there.name)))
     module, _, projection = there.partition(".*.")
     if not projection:
         return of(theirs.get_parameter(module))

@@ -1,0 +1,21 @@
+"""How gpt-oss is laid out over ranks: Llama's plan with sinks, and with experts in place of the feed-forward."""
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from components.config import JobConfig, Parallelism
+from parallelize.expert import with_experts
+from parallelize.llama import llama_tp_plan
+from parallelize.mesh import Mesh
+from parallelize.order import parallelize
+from parallelize.tensor import OwnHeads
+
+
+def parallelize_gpt_oss(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
+    """The stages of the model that this rank holds, laid out and still on the meta device."""
+    return parallelize(model, mesh, config, gpt_oss_tp_plan(config.parallelism))
+
+
+def gpt_oss_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
+    """Module names -> style."""
+    return with_experts(llama_tp_plan(parallelism), parallelism) | {"layers.*.attention.sinks": OwnHeads()}
