@@ -89,7 +89,8 @@ class _OfRows(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         (ends,) = context.saved_tensors
         ones = gradient.new_ones((len(gradient), 16 // gradient.itemsize))  # strides are multiples of 16 bytes
-        return grouped_product(ones.T, gradient.contiguous(), ends)[:, 0], None, None
+        # The fused optimizer takes gradients for contiguous, and a split backward sets them as they are.
+        return grouped_product(ones.T, gradient.contiguous(), ends)[:, 0].contiguous(), None, None
 
 
 class ToRows(torch.autograd.Function):

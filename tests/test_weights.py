@@ -32,10 +32,11 @@ transformers = pytest.importorskip("transformers")
 PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 BATCH = ("--training.local_batch_size", "8", "--training.global_batch_size", "48")
+FAMILIES = ["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny", "gpt_oss tiny"]
 LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *PP))}
 
 
-@pytest.fixture(scope="module", params=["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny"])
+@pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Random weights in bfloat16, as transformers saves them, in several files; named after the model."""
     name, flavor = request.param.split()
@@ -50,7 +51,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def start_from(folder: Path, *more: str) -> tuple[str, ...]:
     name, flavor = folder.name.split()
-    if name == "qwen3_moe" and TP[0] in more:
+    if name in ("qwen3_moe", "gpt_oss") and TP[0] in more:
         more = (*more, "--parallelism.expert_parallel_degree", "2")
     return (
         *("--model.name", name, "--model.flavor", flavor, "--checkpoint.enable", "true", *BATCH, *more),

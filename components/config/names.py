@@ -36,7 +36,7 @@ RENAMED_MODELS: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 _NOT_YET = "not available yet"
-_FAMILIES = "not available; the family with experts here is qwen3_moe"
+_FAMILIES = "not available; the families with experts here are deepseek_v3, gpt_oss and qwen3_moe"
 _WHOLE_EXPERTS = "experts are whole on a rank: tensor parallel ranks each route their own part of a sequence"
 _GROUPED = "the products of experts are in the precision of training.mixed_precision_param"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"
@@ -49,7 +49,7 @@ _VALIDATION = ("validation.enable",)
 
 # Values that torchtitan has for a key of ours, and that do not exist here -> why, or what does the same.
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
-    **{("model.name", name): _FAMILIES for name in ("deepseek_v3", "gpt_oss", "llama4")},
+    **{("model.name", name): _FAMILIES for name in ("llama4",)},
     **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
     **{("model.flavor", f"8B_{kind}"): _MASK for kind in ("flex", "varlen")},
     ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
