@@ -21,7 +21,7 @@ from models.hugging_face import Part, hugging_face_name
 from parallelize.sharding import own_slice
 from tests.ranks import Ranks
 
-EXPERTS, DIM, WIDTH = 3, 4, 6
+EXPERTS, DIM, WIDTH = 3, 64, 32
 SHAPES = {
     "w1": (EXPERTS, WIDTH, DIM),
     "w2": (EXPERTS, DIM, WIDTH),
@@ -97,21 +97,21 @@ def expected(folder: Path) -> dict[str, Tensor]:
     return found | {"norm.weight": there["model.norm.weight"]}
 
 
-def there_and_back(case: Any, device: torch.device, folder: Path, run: Path) -> None:
-    """Of two ranks: case is the dimension along which matrices are split."""
+def there_and_back(case: Any, device: torch.device, source: Path, folder: Path, run: Path) -> None:
+    """Import source, whose numbers are those of folder, and export; case: the dimension along which ranks split."""
     ranks = torch.distributed.get_world_size()
     model = Experts()
     if ranks > 1:
         mesh = init_device_mesh("cpu", (ranks,))
         fully_shard(model, mesh=mesh, shard_placement_fn=lambda tensor: Shard(case if tensor.ndim == 3 else 0))
-    weights.load_weights([model], folder)
+    weights.load_weights([model], source)
     right = expected(folder)
     for name, parameter in model.named_parameters():
         local, offset = own_slice(parameter.detach())
         where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
         assert local.equal(right[name].float()[where]), name
     Checkpointer(run, Checkpoint(), [model], torch.optim.SGD(model.parameters())).save(7, {}, model_only=True)
-    weights._FILE_BYTES = 400
+    weights._FILE_BYTES = 30_000
     with torch.device("meta"):
         whole = Experts()
     weights.export(whole, run / "step-7", run / "exported", "assets/tokenizer", torch.bfloat16)
@@ -120,8 +120,12 @@ def there_and_back(case: Any, device: torch.device, folder: Path, run: Path) -> 
 @pytest.mark.parametrize(("ranks", "split"), [(1, 0), (2, 0), (2, 1), (2, 2)])
 def test_import_and_export_keep_every_byte(folder: Path, ranks: int, split: int, tmp_path: Path) -> None:
     with torch.device("meta"):
-        weights.check_weights(Experts(), folder)
-    world = Ranks(ranks, partial(there_and_back, folder=folder, run=tmp_path), {})
+        assert not weights.check_weights(Experts(), folder)
+    import_and_export(ranks, split, folder, folder, tmp_path)
+
+
+def import_and_export(ranks: int, split: int, source: Path, folder: Path, tmp_path: Path) -> None:
+    world = Ranks(ranks, partial(there_and_back, source=source, folder=folder, run=tmp_path), {})
     failed = world.run(split)
     world.end()
     assert failed is None
@@ -149,7 +153,7 @@ def test_the_shape_of_the_whole_tensor_is_checked(folder: Path, tmp_path: Path) 
     with torch.device("meta"), pytest.raises(ConfigError) as caught:
         weights.check_weights(Experts(), tmp_path)
     assert caught.value.messages == [
-        f"{tmp_path}: model.layers.1.mlp.experts.gate_up_proj is (3, 4, 13) there and (3, 4, 12) here"
+        f"{tmp_path}: model.layers.1.mlp.experts.gate_up_proj is (3, 64, 65) there and (3, 64, 64) here"
     ]
 
 

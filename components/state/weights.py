@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
 from components.files import inside, read_json_as, write_json
+from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
 from models.hugging_face import Part
@@ -53,17 +54,24 @@ class _Index:
     weight_map: dict[str, str]
 
 
-class Folder:
-    """The safetensors files of a folder: one, or those of the index. Tensors are read on request.
+@dataclass
+class _Config:
+    """What config.json says of the files."""
 
-    Raises ConfigError if the folder is not a Hugging Face folder.
+    quantization_config: Quantization | None = None
+
+
+class Folder:
+    """The safetensors files of a folder: one, or those of the index. Tensors are read, and widened, on request.
+
+    Raises ConfigError if the folder is not a Hugging Face folder, or if a tensor has a precision that is not known.
     """
 
     def __init__(self, path: Path) -> None:
         from safetensors import SafetensorError, safe_open
 
         self.path = path
-        self._files: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         index = path / "model.safetensors.index.json"
         try:
             names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
@@ -71,32 +79,43 @@ class Folder:
                 raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
                 opened = safe_open(path / file, "pt")
-                if twice := self._files.keys() & set(opened.keys()):
+                tensors = {name: opened.get_slice(name) for name in set(opened.keys())}
+                if twice := stored.keys() & tensors.keys():
                     raise ConfigError(f"{path}: {min(twice)} is in {file} and in another file")
-                self._files |= dict.fromkeys(opened.keys(), opened)
+                stored |= tensors
+            config = path / "config.json"
+            given = read_json_as(_Config, config).quantization_config if config.exists() else None
+            wide, narrow = widened(stored, given)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"{path}: {error}") from error
-        if not self._files:
+        if not stored:
             raise ConfigError(f"{path}: no .safetensors file in it")
+        self._tensors = wide | narrow
+        self.widens = bool(narrow)
+        """Whether there are tensors in low precision."""
 
     def _all(self) -> list[str]:
         return [file.name for file in self.path.iterdir() if file.suffix == ".safetensors"]
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+        return {name: tuple(tensor.get_shape()) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, where: tuple[slice, ...]) -> Tensor:
         """A slice of a tensor; only the slice is read."""
-        return self._files[name].get_slice(name)[where]
+        return self._tensors[name][where]
 
 
-def check_weights(model: HuggingFaceModel, path: Path) -> None:
-    """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model."""
+def check_weights(model: HuggingFaceModel, path: Path) -> bool:
+    """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model.
+
+    Returns whether the folder has weights in low precision.
+    """
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
         for part, piece in _pieces(model, name, parameter):
             wanted[part.name] = part.whole_shape(tuple(piece.shape))
-    there = Folder(path).shapes()
+    folder = Folder(path)
+    there = folder.shapes()
     misfits = [f"{name} is missing" for name in wanted if name not in there]
     misfits += [
         f"{name} is {there[name]} there and {shape} here"
@@ -113,6 +132,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> None:
     misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
+    return folder.widens
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
