@@ -129,16 +129,26 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
 
 
 def check_initial_weights(config: JobConfig) -> None:
-    """Raises ConfigError where checkpoint.initial_load_in_hf asks for weights that do not fit, with every misfit."""
-    if not (config.checkpoint.initial_load_in_hf and config.checkpoint.initial_load_path):
+    """Raises ConfigError where checkpoint.initial_load_in_hf asks for weights that do not fit, with every misfit.
+
+    Also where initial_load_in_hf_quantized does not say what the folder has.
+    """
+    checkpoint = config.checkpoint
+    if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return
     from components.state.weights import check_weights
     from models import meta_model
 
+    path = Path(checkpoint.initial_load_path)
     try:
-        check_weights(meta_model(config.model), Path(config.checkpoint.initial_load_path))
+        quantized = check_weights(meta_model(config.model), path)
     except ConfigError as error:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
+    if quantized != checkpoint.initial_load_in_hf_quantized:
+        has = (
+            "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; false would do"
+        )
+        raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))
 
 
 def rehearse(settings: Settings, argv: list[str]) -> int:

@@ -96,6 +96,7 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
     [
         ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
         ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
+        ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized"),
         (
             "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
             "checkpoint.initial_load_model_only",

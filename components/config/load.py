@@ -200,6 +200,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     checkpoint = config.checkpoint
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
         yield "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"
+    if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
+        yield "checkpoint.initial_load_in_hf_quantized", "needs checkpoint.initial_load_in_hf = true"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         reason = "there are only weights in a folder of Hugging Face's (initial_load_in_hf)"
         yield "checkpoint.initial_load_model_only", reason

@@ -70,7 +70,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
         "standard", "rows are exchanged by all-to-alls; another Exchange would stand in parallelize/expert.py"
     ),
     "checkpoint.enable_ft_dataloader_checkpoints": Unavailable(True, _TORCHFT),
-    "checkpoint.initial_load_in_hf_quantized": Unavailable(False, "weights are loaded in 16 or 32 bits only"),
     "checkpoint.create_seed_checkpoint": Unavailable(
         False, "weights at step 0 are the same at every layout without one; leave it out"
     ),

@@ -79,6 +79,8 @@ class Checkpoint:
     """Take only the weights from initial_load_path; optimizer, data and step start anew."""
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder: safetensors and config.json."""
+    initial_load_in_hf_quantized: bool = False
+    """Its weights are FP8 (in blocks) or MXFP4; they are widened to training.dtype, each rank's slice by itself."""
     last_save_model_only: bool = False
     """The checkpoint of the last step holds only weights; such a run cannot be continued."""
     last_save_in_hf: bool = False
