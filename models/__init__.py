@@ -4,7 +4,7 @@ A family is a module with MODEL and FLAVORS, and is found by its name: there is 
 """
 
 import pkgutil
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -37,12 +37,12 @@ def sizes(model: Chosen) -> Any:
         return config
     if asked.rope_type == "none":
         return replace(config, rope_scaling=None)
-    given = {each.name: getattr(asked, each.name) for each in fields(RopeScaling) if hasattr(asked, each.name)}
     own = config.rope_scaling
-    given["original_max_position_embeddings"] = original = asked.original_max_position_embeddings or (
-        own.original_max_position_embeddings if own else config.context_length
-    )
-    return replace(config, rope_scaling=RopeScaling(**given), context_length=round(asked.factor * original))
+    original = asked.original_max_position_embeddings
+    original = original or (own.original_max_position_embeddings if own else config.context_length)
+    turns = {"beta_fast": asked.beta_fast, "beta_slow": asked.beta_slow}
+    stretched = RopeScaling(asked.rope_type, asked.factor, original, **turns)
+    return replace(config, rope_scaling=stretched, context_length=round(asked.factor * original))
 
 
 def meta_model(model: Chosen, dtype: str = "float32") -> Any:

@@ -1,5 +1,6 @@
 """Job files: every mistake is refused, with its place and what is right; nothing that was given is ignored."""
 
+import itertools
 import re
 from pathlib import Path
 
@@ -233,7 +234,8 @@ def test_every_recipe_loads(path: Path) -> None:
 
 def test_every_key_is_read_somewhere() -> None:
     """A setting is honoured or refused: each name is an attribute that some code takes."""
-    files = [ROOT / "train.py", *(ROOT / "components").rglob("*.py"), *(ROOT / "parallelize").glob("*.py")]
+    folders = [(ROOT / "components").rglob("*.py"), (ROOT / "parallelize").glob("*.py"), (ROOT / "models").glob("*.py")]
+    files = [ROOT / "train.py", *itertools.chain(*folders)]
     code = "\n".join(file.read_text() for file in files if file.name not in ("tables.py", "names.py"))
     unread = [key for key in OURS if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", code)]
     assert not unread

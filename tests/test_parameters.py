@@ -123,10 +123,11 @@ def test_every_family_says_what_its_parameters_are(family: str) -> None:
         kinds = {name: model.kind(name) for name, _ in model.named_parameters()}
         absent = {"head"} if sizes.tie_embeddings else set()
         absent |= set() if isinstance(sizes, MixtureConfig) else {"router", "expert"}
+        absent |= set() if sizes.qkv_bias else {"bias"}
         assert {kind.role for kind in kinds.values()} == {*get_args(Role)} - absent
         assert all(
-            (kind.role == "norm" or kind.zero) == (parameter.ndim == 1)
-            for (_, parameter), kind in zip(model.named_parameters(), kinds.values(), strict=True)
+            (kind.role == "norm" or kind.zero) == (parameter.ndim == 1 or ".experts.b" in name)
+            for (name, parameter), kind in zip(model.named_parameters(), kinds.values(), strict=True)
         )
         tables = [kind for kind in kinds.values() if kind.role in ("embedding", "head")]
         assert sum(kind.multiplied for kind in tables) == 1

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from components.config import ROOT, ConfigError, JobConfig, load_config
+from models import MODELS
 from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
@@ -311,7 +312,7 @@ def test_an_unknown_schedule_names_the_nearest() -> None:
 
 
 def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'"lama": not one of llama, qwen3, qwen3_moe; did you mean llama\?'):
+    with pytest.raises(ConfigError, match=rf'"lama": not one of {", ".join(MODELS)}; did you mean llama\?'):
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))

@@ -1,14 +1,18 @@
 """The models against Hugging Face's, on small random configurations: everything later is proven equal to these."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from components import config
+from components.config import Model
 from components.state.init import initialize_weights
-from models import MODELS, qwen3
+from models import MODELS, meta_model, qwen3, sizes
+from models.config import TransformerConfig
 from models.hugging_face import Part
 from models.llama import FLAVORS, Llama
 from models.rotary import RopeScaling
@@ -40,10 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Transformer, torch.nn.Module]:
-    config = type(MODELS[family][1]["debug"])(
+    sized = type(MODELS[family][1]["debug"])(
         **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
     )
-    ours = MODELS[family][0](config)
+    ours = MODELS[family][0](sized)
     given = ours.hf_config() | {"attn_implementation": "eager"}
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
     initialize_weights(ours, ours.init_std, seed=0)
@@ -131,8 +135,8 @@ def test_published_sizes_of_qwen3(flavor: str, billions: float) -> None:
     with torch.device("meta"):
         model = qwen3.Qwen3(qwen3.FLAVORS[flavor])
     ends = ("tok_embeddings.weight", "output.weight")
-    sizes = [parameter.numel() for name, parameter in model.named_parameters() if name not in ends]
-    assert round(sum(sizes) / 1e9, 2) == billions
+    numbers = [parameter.numel() for name, parameter in model.named_parameters() if name not in ends]
+    assert round(sum(numbers) / 1e9, 2) == billions
 
 
 def test_flops_follow_the_published_formulas() -> None:
@@ -144,3 +148,32 @@ def test_flops_follow_the_published_formulas() -> None:
     matmul = sum(parameter.numel() for parameter in model.parameters()) - norms - 128_256 * 4096
     assert full == 6 * matmul + 12 * 32 * 32 * 128 * 8192
     assert causal == 6 * matmul + 6 * 32 * 32 * 128 * 8192
+
+
+def stretched(**rope: Any) -> TransformerConfig:
+    return sizes(Model(name="qwen3", flavor="8B", rope_scaling=config.RopeScaling(**rope)))
+
+
+def test_a_job_file_stretches_rotary_positions() -> None:
+    flavor = MODELS["qwen3"][1]["8B"]
+    assert stretched() == stretched(rope_type="none") == flavor
+    longer = stretched(rope_type="yarn", factor=4.0, original_max_position_embeddings=32_768)
+    assert longer == replace(flavor, rope_scaling=RopeScaling("yarn", 4.0, 32_768), context_length=131_072)
+    assert stretched(rope_type="linear", factor=2.0).context_length == 2 * flavor.context_length
+    none = Model(name="llama", flavor="8B", rope_scaling=config.RopeScaling(rope_type="none"))
+    assert sizes(none).rope_scaling is None
+    assert meta_model(none).hf_config()["rope_scaling"] is None
+
+
+def test_flops_of_a_window_count_the_keys_in_it() -> None:
+    """gpt-oss-20b at 4096 tokens: 22.93 GFLOPs a token, of which a window's layers have 128 - 128 * 127 / 8192 keys."""
+    model = meta_model(Model(name="gpt_oss", flavor="20b"))
+    assert [round(each / 1e9, 2) for each in model.flops_per_token(4096)] == [24.13, 22.93]
+    assert model.config.keys_seen(0, 4096) == (128, 128 - 128 * 127 / 8192)
+    assert model.config.keys_seen(1, 4096) == (4096, 2048)
+
+
+@pytest.mark.parametrize(("flavor", "billions"), [("20b", 20.915), ("120b", 116.829)])
+def test_published_sizes_of_gpt_oss(flavor: str, billions: float) -> None:
+    parameters = meta_model(Model(name="gpt_oss", flavor=flavor)).parameters()
+    assert round(sum(parameter.numel() for parameter in parameters) / 1e9, 3) == billions

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
-from components.config import ConfigError, load_config
+from components.config import ConfigError, Model, load_config
 from components.generate import build, open_source
 from components.start import check_initial_weights
 from components.state import weights
@@ -130,6 +130,10 @@ def test_every_byte_with_every_scale() -> None:
     assert not found[..., 255].isfinite().any()
 
 
+def config_of(name: str, flavor: str) -> dict[str, Any]:
+    return meta_model(Model(name=name, flavor=flavor)).hf_config()
+
+
 def save_model(path: Path, given: dict[str, Any], quantization: dict[str, Any]) -> dict[str, Tensor]:
     """A folder of transformers' model of a config.json with its matrices in low precision, which are returned wide."""
     torch.manual_seed(0)
@@ -175,7 +179,7 @@ def test_a_folder_is_what_transformers_loads(method: str, tmp_path: Path) -> Non
     if method == "fp8":
         quantization: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
         asked = transformers.FineGrainedFP8Config(dequantize=True)
-        right = save_model(tmp_path, meta_model("llama", "wide").hf_config() | {"num_hidden_layers": 1}, quantization)
+        right = save_model(tmp_path, config_of("llama", "wide") | {"num_hidden_layers": 1}, quantization)
     else:
         quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
         asked = transformers.Mxfp4Config(dequantize=True)
@@ -200,13 +204,13 @@ def fp8(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """A folder, named after the model, and its numbers. Matrices of the second do not divide into blocks."""
     path = tmp_path_factory.mktemp("hub") / request.param
     quantization = {"quant_method": "fp8", "weight_block_size": FOLDERS[request.param]}
-    return path, save_model(path, meta_model(*request.param.split()).hf_config(), quantization)
+    return path, save_model(path, config_of(*request.param.split()), quantization)
 
 
 def ours_of(folder: Path, there: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Their tensors by our names."""
     name, flavor = folder.name.split()
-    found, model = {}, meta_model(name, flavor)
+    found, model = {}, meta_model(Model(name=name, flavor=flavor))
     for parameter, meta in model.named_parameters():
         theirs = model.hf_name(parameter)
         if "*" in theirs:
