@@ -12,7 +12,7 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,7 +129,7 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "gradient": _worst(observed.gradients, reference.gradients),
         "gradient norm": max(norms),
         "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
-        "weights": _worst(observed.weights, reference.weights),
+        "weights": _worst(observed.weights, reference.weights, _zeros(reference.first_weights)),
         "expert rows": float(observed.expert_rows != reference.expert_rows),
         "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
         "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
@@ -160,11 +160,21 @@ def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
-def _worst(values: dict[str, Tensor], references: dict[str, Tensor]) -> float:
+def _zeros(tensors: dict[str, Tensor]) -> list[str]:
+    return [name for name, tensor in tensors.items() if not tensor.any()]
+
+
+_STEP = 1e-3
+"""The learning rate of SMALL: about as far as a step of Adam moves each element."""
+
+
+def _worst(values: dict[str, Tensor], references: dict[str, Tensor], from_zero: Collection[str] = ()) -> float:
+    """from_zero: names of what consists of its updates alone, relative to one step of every element at least."""
     if values.keys() != references.keys():
         return float("inf")
+    least = {name: _STEP * references[name].numel() ** 0.5 for name in from_zero}
     errors = [
-        ((values[name] - right).norm() / right.norm()).item()
+        ((values[name] - right).norm() / right.norm().clamp(min=least.get(name, 0))).item()
         for name, right in references.items()
         if right.any() or not values[name].equal(right)
     ]
