@@ -10,7 +10,8 @@ import torch
 
 import train
 from components.config import Model, Optimizer
-from components.optimizer import state_bytes
+from components.muon import Muon
+from components.optimizer import build_optimizer, state_bytes
 from components.state.checkpoint import Checkpointer
 from models import MODELS, meta_model
 from models.llama import FLAVORS, Llama
@@ -131,6 +132,23 @@ def test_every_family_says_what_its_parameters_are(family: str) -> None:
         )
         tables = [kind for kind in kinds.values() if kind.role in ("embedding", "head")]
         assert sum(kind.multiplied for kind in tables) == 1
+
+
+def test_biases_begin_at_zero_have_no_decay_and_cost_nothing() -> None:
+    def built(family: str) -> Any:
+        with torch.device("meta"):
+            return MODELS[family][0](replace(MODELS[family][1]["debug"], tie_embeddings=False))
+
+    model = built("qwen2")
+    biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+    assert len(biases) == 3 * model.config.n_layers
+    assert {model.init_std(name) for name in biases} == {0.0}
+    assert model.flops_per_token(64) == built("llama").flops_per_token(64)
+    optimizer = build_optimizer([model], Optimizer(name="Muon"))
+    assert isinstance(optimizer, Muon)
+    decay = {name: group["weight_decay"] for group in optimizer.param_groups for name in group["names"]}
+    assert {decay[name] for name in biases} == {0.0}
+    assert not {*biases} & {name for name, *_ in optimizer.matrices}
 
 
 def test_the_longest_pattern_that_covers_a_name_counts() -> None:

@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"family": "qwen3", **QWEN3},
     "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
+    "qwen2": {"family": "qwen2"},
+    "qwen2, one key head, tied": {"family": "qwen2", "n_kv_heads": 1, "tie_embeddings": True},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
     "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
@@ -137,6 +139,25 @@ def test_published_sizes_of_qwen3(flavor: str, billions: float) -> None:
     ends = ("tok_embeddings.weight", "output.weight")
     numbers = [parameter.numel() for name, parameter in model.named_parameters() if name not in ends]
     assert round(sum(numbers) / 1e9, 2) == billions
+
+
+PUBLISHED = {
+    ("qwen2", "0.5B"): 494_032_768,
+    ("qwen2", "1.5B"): 1_543_714_304,
+    ("qwen2", "3B"): 3_085_938_688,
+    ("qwen2", "7B"): 7_615_616_512,
+    ("qwen2", "14B"): 14_770_033_664,
+    ("qwen2", "32B"): 32_763_876_352,
+    ("qwen2", "72B"): 72_706_203_648,
+}
+"""Parameters in the files of published weights."""
+
+
+@pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
+def test_as_many_parameters_as_in_published_files(family: str, flavor: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[family][0](MODELS[family][1][flavor])
+    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[family, flavor]
 
 
 def test_flops_follow_the_published_formulas() -> None:

@@ -32,7 +32,7 @@ transformers = pytest.importorskip("transformers")
 PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "4")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 BATCH = ("--training.local_batch_size", "8", "--training.global_batch_size", "48")
-FAMILIES = ["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny", "gpt_oss tiny"]
+FAMILIES = ["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny", "gpt_oss tiny", "qwen2 tiny"]
 LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *PP))}
 
 
@@ -204,7 +204,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
         file.unlink()
     save_file(every, copy / "model.safetensors")
     config = json.loads((copy / "config.json").read_text())
-    config |= {"rms_norm_eps": 0.5, "model_type": "mistral", "max_position_embeddings": 7}
+    config |= {"rms_norm_eps": 0.5, "model_type": "new", "max_position_embeddings": 7}
     (copy / "config.json").write_text(json.dumps(config))
     found = check(copy)
     assert all(line.startswith(f"checkpoint.initial_load_path: {copy}: ") for line in found)
@@ -215,7 +215,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
         f"model.norm.weight is (3,) there and ({ours.config.dim},) here",
         "model.new.weight is not in this model",
         f"config.json: rms_norm_eps is 0.5 there and {ours.config.norm_eps} here",
-        f"config.json: model_type is mistral there and {name} here",
+        f"config.json: model_type is new there and {ours.hf_type} here",
     ]
 
 
@@ -223,7 +223,7 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     ("change", "reason"),
     [
         ({"attention_bias": True}, "attention_bias = True: not available"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type = yarn: not available"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic: not available"),
         ({"hidden_act": "gelu"}, "hidden_act = gelu: not available"),
     ],
 )
@@ -234,15 +234,49 @@ def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) 
 
 
 @pytest.mark.parametrize("spelling", ["older", "newer"])
-@pytest.mark.parametrize("flavor", ["8B", "1B"])
-def test_both_spellings_of_config_json_are_read(spelling: str, flavor: str) -> None:
-    model = meta_model(Model(name="llama", flavor=flavor))
+@pytest.mark.parametrize(
+    ("name", "flavor"),
+    [
+        *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B")),
+    ],
+)
+def test_both_spellings_of_config_json_are_read(spelling: str, name: str, flavor: str) -> None:
+    model = meta_model(Model(name=name, flavor=flavor))
     given = model.hf_config()
     if spelling == "newer":
         given = transformers.AutoConfig.for_model(**given).to_dict()
         assert "rope_scaling" not in given
-    assert from_hugging_face(given, type(model.config)) == MODELS["llama"][1][flavor] or model.hf_misfits(given) == []
+    assert from_hugging_face(given, type(model.config)) == MODELS[name][1][flavor] or model.hf_misfits(given) == []
     assert model.hf_misfits(given) == []
+
+
+PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
+    ("qwen2", "0.5B"): {
+        "hidden_act": "silu",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 32768,
+        "tie_word_embeddings": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+}
+"""What is published as config.json of these models, but for names and numbers of tokens."""
+
+
+@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
+def test_published_config_json_is_that_of_the_flavor(name: str, flavor: str) -> None:
+    model, given = meta_model(Model(name=name, flavor=flavor)), PUBLISHED[name, flavor]
+    assert model.hf_misfits(given | {"model_type": model.hf_type}) == []
+    assert from_hugging_face(given, type(model.config)) == model.config
 
 
 def broken_folders(folder: Path) -> Iterator[tuple[str, str]]:
