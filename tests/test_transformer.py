@@ -37,6 +37,8 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
     "qwen2": {"family": "qwen2"},
     "qwen2, one key head, tied": {"family": "qwen2", "n_kv_heads": 1, "tie_embeddings": True},
+    "mistral": {"family": "mistral", "window": 7},
+    "mistral, no window": {"family": "mistral"},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
     "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
@@ -149,6 +151,8 @@ PUBLISHED = {
     ("qwen2", "14B"): 14_770_033_664,
     ("qwen2", "32B"): 32_763_876_352,
     ("qwen2", "72B"): 72_706_203_648,
+    ("mistral", "7B-v0.1"): 7_241_732_096,
+    ("mistral", "7B"): 7_248_023_552,
 }
 """Parameters in the files of published weights."""
 

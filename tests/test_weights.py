@@ -237,7 +237,7 @@ def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) 
 @pytest.mark.parametrize(
     ("name", "flavor"),
     [
-        *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B")),
+        *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B"), ("mistral", "7B-v0.1"), ("mistral", "7B")),
     ],
 )
 def test_both_spellings_of_config_json_are_read(spelling: str, name: str, flavor: str) -> None:
@@ -267,6 +267,20 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "use_mrope": False,
         "use_sliding_window": False,
         "vocab_size": 151936,
+    },
+    ("mistral", "7B-v0.1"): {
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
     },
 }
 """What is published as config.json of these models, but for names and numbers of tokens."""

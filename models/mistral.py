@@ -1,0 +1,49 @@
+"""Mistral 7B (arXiv:2310.06825): its first version, whose layers all have a window, and its third, which has none."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from models.config import TransformerConfig
+from models.hugging_face import FIELDS
+from models.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class MistralConfig(TransformerConfig):
+    """What all sizes have in common."""
+
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window"}
+    hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    n_kv_heads: int = 8
+    norm_eps: float = 1e-5
+    rope_theta: float = 1_000_000.0
+    context_length: int = 32_768
+
+
+FLAVORS = {
+    "debug": MistralConfig(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        ffn_dim=768,
+        vocab_size=4096,
+        rope_theta=10_000.0,
+        context_length=2048,
+        window=64,
+    ),
+    "7B-v0.1": MistralConfig(
+        dim=4096, n_layers=32, n_heads=32, ffn_dim=14_336, vocab_size=32_000, rope_theta=10_000.0, window=4096
+    ),
+    "7B": MistralConfig(dim=4096, n_layers=32, n_heads=32, ffn_dim=14_336, vocab_size=32_768),
+}
+
+
+class Mistral(Transformer):
+    """Mistral, dense."""
+
+    hf_type = "mistral"
+    hf_class = "MistralForCausalLM"
+
+
+MODEL = Mistral
