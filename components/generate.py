@@ -86,7 +86,8 @@ def _open_hugging_face(folder: Path) -> Source:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
         model_class, flavors = MODELS[name]
         # The defaults of these are not those of Hugging Face.
-        needed = {"rms_norm_eps", "rope_theta"} - {*given, *(given.get("rope_parameters") or ())}
+        rope = given.get("rope_parameters") or {}
+        needed = {"rms_norm_eps", "rope_theta"} - {*given, *rope.get("full_attention", rope)}
         if needed:
             raise ConfigError(f"{file}: {', '.join(sorted(needed))}: not given")
         sizes = from_hugging_face(given, type(next(iter(flavors.values()))))

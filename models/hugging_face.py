@@ -128,13 +128,15 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
 
     Raises ValueError for a setting that no model here has.
     """
-    rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
+    rope, foreign = given.get("rope_parameters") or given.get("rope_scaling") or {}, []
     if "full_attention" in rope:  # by types of layers
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
         given = given | {"rope_local_base_freq": windowed.get("rope_theta")}
+        if windowed.get("rope_type", "default") != "default":
+            foreign.append(f"rope_type = {windowed['rope_type']} of sliding_attention")
     kind = rope.get("rope_type", rope.get("type", "default"))
     asked = {name: given.get(name, value) for name, value in config_class.hf_fixed.items()}
-    foreign = [f"{name} = {value}" for name, value in asked.items() if value != config_class.hf_fixed[name]]
+    foreign += [f"{name} = {value}" for name, value in asked.items() if value != config_class.hf_fixed[name]]
     if kind not in ("default", *_SCALING):
         foreign.append(f"rope_type = {kind}")
     if foreign:
@@ -147,7 +149,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         scaling = RopeScaling(kind, **{name: rope[name] for name in _SCALING[kind] if rope.get(name) is not None})
     config = config_class(**fields, rope_scaling=scaling)
     types = given.get("layer_types")
-    if types and config.window is not None:
+    if types and config.window is not None and _layer_types(config) != types:
         full = "full_attention"
         config = replace(config, full_every=types.index(full) + 1 if full in types else 0)
         if _layer_types(config) != types:

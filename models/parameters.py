@@ -34,13 +34,11 @@ MATRIX = Kind("matrix")
 OUTPUT_MATRIX = Kind("matrix", into_residual=True)
 BIAS = Kind("bias", multiplied=0, zero=True)
 NORM = Kind("norm", multiplied=0)
-BIAS = Kind("norm", multiplied=0, zero=True)
 HEAD = Kind("head")
 
 KINDS: dict[str, Kind] = {
     "tok_embeddings": EMBEDDING,
     "layers.*.attention.w[qkv]": MATRIX,
-    "layers.*.attention.w[qkvo].bias": BIAS,
     "layers.*.attention.wo": OUTPUT_MATRIX,
     "layers.*.attention.w[qkvo].bias": BIAS,
     "layers.*.attention.sinks": BIAS,

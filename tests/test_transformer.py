@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 QWEN3 = {"n_heads": 4, "head_size": 24}
 EXPERTS = {"n_experts": 8, "top_k": 3, "expert_dim": 20}
 YARN = RopeScaling("yarn", 8.0, 32, truncate=False)
+GEMMA3 = {"head_size": 24, "query_size": 40, "window": 7, "full_every": 2}
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"n_kv_heads": 1},
@@ -39,6 +40,12 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2, one key head, tied": {"family": "qwen2", "n_kv_heads": 1, "tie_embeddings": True},
     "mistral": {"family": "mistral", "window": 7},
     "mistral, no window": {"family": "mistral"},
+    "gemma3": {"family": "gemma3", "tie_embeddings": False, **GEMMA3},
+    "gemma3, tied and stretched": {
+        "family": "gemma3",
+        "rope_scaling": RopeScaling("linear", factor=8.0),
+        **GEMMA3,
+    },
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
     "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
@@ -52,7 +59,8 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
         **{"dim": 64, "n_layers": 3, "n_heads": 8, "n_kv_heads": 2, "ffn_dim": 96, "vocab_size": 300, **changes}
     )
     ours = MODELS[family][0](sized)
-    given = ours.hf_config() | {"attn_implementation": "eager"}
+    # A token that pads has no gradient there.
+    given = ours.hf_config() | {"attn_implementation": "eager", "pad_token_id": None}
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**given))
     initialize_weights(ours, ours.init_std, seed=0)
     with torch.no_grad():
@@ -153,8 +161,13 @@ PUBLISHED = {
     ("qwen2", "72B"): 72_706_203_648,
     ("mistral", "7B-v0.1"): 7_241_732_096,
     ("mistral", "7B"): 7_248_023_552,
+    ("gemma3", "270M"): 268_098_176,
+    ("gemma3", "1B"): 999_885_952,
+    ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
+    ("gemma3", "12B"): 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
+    ("gemma3", "27B"): 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
 }
-"""Parameters in the files of published weights."""
+"""Parameters in the files of published weights, without the part of Gemma 3 that looks at pictures."""
 
 
 @pytest.mark.parametrize(("family", "flavor"), PUBLISHED)
@@ -202,3 +215,14 @@ def test_flops_of_a_window_count_the_keys_in_it() -> None:
 def test_published_sizes_of_gpt_oss(flavor: str, billions: float) -> None:
     parameters = meta_model(Model(name="gpt_oss", flavor=flavor)).parameters()
     assert round(sum(parameter.numel() for parameter in parameters) / 1e9, 3) == billions
+
+
+def test_a_layer_with_a_window_counts_the_keys_in_it() -> None:
+    """Gemma 3 1B at 8192 tokens: 22 layers with windows of 512, and 4 without."""
+    with torch.device("meta"):
+        model = MODELS["gemma3"][0](MODELS["gemma3"][1]["1B"])
+    full, causal = model.flops_per_token(8192)
+    matmul = sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
+    assert full == 6 * matmul + 12 * 4 * 256 * (22 * 512 + 4 * 8192)
+    in_windows = sum(min(place, 512) for place in range(1, 8193)) / 8192
+    assert causal == 6 * matmul + 12 * 4 * 256 * (22 * in_windows + 4 * 8192 / 2)

@@ -54,7 +54,7 @@ class Optimizer:
     bias: NormRole = field(default_factory=NormRole)
     """What is added to products, and the sinks of attention."""
     norm: NormRole = field(default_factory=NormRole)
-    """The vectors: weights of norms, and biases."""
+    """The vectors of the norms."""
     router: Role = field(default_factory=Role)
     """The matrices that choose a token's experts."""
     expert: Role = field(default_factory=Role)

@@ -1,0 +1,151 @@
+"""Gemma 3 (arXiv:2503.19786), its model of text: five of six layers have a window, and norms stand on both sides."""
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import Visible
+from models.config import TransformerConfig
+from models.hugging_face import FIELDS, NAMES
+from models.layers import Attention, FeedForward
+from models.parameters import KINDS, NORM, Kind
+from models.rotary import RopeScaling
+from models.transformer import Transformer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma3Config(TransformerConfig):
+    """What all sizes have in common."""
+
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | {
+        "query_size": "query_pre_attn_scalar",
+        "window": "sliding_window",
+        "full_every": "sliding_window_pattern",
+        "window_rope_theta": "rope_local_base_freq",
+    }
+    hf_fixed: ClassVar[dict[str, Any]] = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "use_bidirectional_attention": False,
+    }
+    head_size: int = 256
+    query_size: int = 256
+    vocab_size: int = 262_208
+    norm_eps: float = 1e-6
+    rope_theta: float = 1_000_000.0
+    window_rope_theta: float = 10_000.0
+    window: int = 1024
+    full_every: int = 6
+    context_length: int = 131_072
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+
+
+_TEXT_ONLY: dict[str, Any] = {"vocab_size": 262_144, "window": 512, "context_length": 32_768}
+_STRETCHED = RopeScaling("linear", factor=8.0)
+
+FLAVORS = {
+    "debug": Gemma3Config(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=4,
+        head_size=64,
+        query_size=32,
+        ffn_dim=768,
+        vocab_size=4096,
+        window=64,
+        full_every=2,
+        rope_scaling=RopeScaling("linear", factor=2.0),
+        context_length=2048,
+    ),
+    "270M": Gemma3Config(dim=640, n_layers=18, n_heads=4, n_kv_heads=1, ffn_dim=2048, **_TEXT_ONLY),
+    "1B": Gemma3Config(dim=1152, n_layers=26, n_heads=4, n_kv_heads=1, ffn_dim=6912, **_TEXT_ONLY),
+    "4B": Gemma3Config(dim=2560, n_layers=34, n_heads=8, n_kv_heads=4, ffn_dim=10_240, rope_scaling=_STRETCHED),
+    "12B": Gemma3Config(dim=3840, n_layers=48, n_heads=16, n_kv_heads=8, ffn_dim=15_360, rope_scaling=_STRETCHED),
+    "27B": Gemma3Config(
+        dim=5376,
+        n_layers=62,
+        n_heads=32,
+        n_kv_heads=16,
+        head_size=128,
+        query_size=168,
+        ffn_dim=21_504,
+        rope_scaling=_STRETCHED,
+    ),
+}
+
+
+class Norm(nn.RMSNorm):
+    """RMSNorm in float32, times 1 + weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
+
+
+class Gemma3Attention(Attention):
+    """Attention with these norms of queries and keys."""
+
+    norm = Norm
+
+
+class GatedGelu(FeedForward):
+    """GeGLU with the tanh approximation (arXiv:2002.05202)."""
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return self.w2(F.gelu(self.w1(x_BSD), approximate="tanh") * self.w3(x_BSD))
+
+
+class Gemma3Block(nn.Module):
+    """One layer: attention and feed-forward, each with a norm before it and one after, and a residual around all."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.attention = Gemma3Attention(config)
+        self.feed_forward = GatedGelu(config.dim, config.ffn_dim)
+        self.attention_norm, self.attention_post_norm, self.ffn_norm, self.ffn_post_norm = (
+            Norm(config.dim, eps=config.norm_eps) for _ in range(4)
+        )
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        attended_BSD = self.attention(self.attention_norm(x_BSD), cos, sin, visible)
+        x_BSD = x_BSD + self.attention_post_norm(attended_BSD)
+        return x_BSD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD)))
+
+
+_NORM = replace(NORM, zero=True)
+
+
+class Gemma3(Transformer):
+    """Gemma 3, text."""
+
+    block = Gemma3Block
+    final_norm = Norm
+    kinds: ClassVar[dict[str, Kind]] = KINDS | {
+        "layers.*.attention.[qk]_norm": _NORM,
+        "layers.*.attention_norm": _NORM,
+        "layers.*.attention_post_norm": _NORM,
+        "layers.*.ffn_norm": _NORM,
+        "layers.*.ffn_post_norm": _NORM,
+        "norm": _NORM,
+    }
+    hf_names: ClassVar[dict[str, str]] = NAMES | {
+        "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
+        "layers.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
+        "layers.*.ffn_post_norm": "model.layers.*.post_feedforward_layernorm",
+    }
+    hf_type = "gemma3_text"
+    hf_class = "Gemma3ForCausalLM"
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Rows of the table times sqrt(D), which is rounded to their precision."""
+        x_BSD = super().embed(tokens)
+        return x_BSD * torch.tensor(self.config.dim**0.5, dtype=x_BSD.dtype)
+
+
+MODEL = Gemma3
