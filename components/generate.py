@@ -78,7 +78,11 @@ def _open_run(folder: Path, step: int | None) -> Source:
 
 def _open_hugging_face(folder: Path) -> Source:
     file = folder / "config.json"
-    families = {model_class.hf_type: name for name, (model_class, _) in MODELS.items()}
+    families = {
+        kind: name
+        for name, (model_class, flavors) in MODELS.items()
+        for kind in (model_class.hf_type, *flavors["debug"].hf_defaults)
+    }
     try:
         given = read_json_as(dict[str, Any], file)
         name = families.get(given.get("model_type"))
@@ -124,7 +128,7 @@ def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module
 def check_ranks(sizes: Any, ranks: int) -> None:
     """Raises ConfigError where ranks cannot split a model of these sizes evenly."""
     split = {"attention heads": sizes.n_heads, "key/value heads": sizes.n_kv_heads}
-    split |= {"feed-forward columns": sizes.tp_columns}
+    split |= {f"feed-forward columns ({name})": columns for name, columns in sizes.tp_columns.items()}
     uneven = [f"{size} {what}" for what, size in split.items() if size % ranks]
     if uneven:
         raise ConfigError(f"the model has {', '.join(uneven)}, which {ranks} ranks cannot share evenly")

@@ -15,6 +15,8 @@ class TransformerConfig:
     """Fields -> those of Hugging Face's config.json."""
     hf_fixed: ClassVar[dict[str, Any]] = FIXED
     """Fields of config.json that have one value for every model of the family."""
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
+    """Fields that a config.json may leave out, by its model_type: of families with several."""
 
     dim: int
     n_layers: int
@@ -59,14 +61,24 @@ class TransformerConfig:
         return self.head_dim
 
     @property
-    def pair_width(self) -> int:
-        """Multiplications of a query and a key in a head, with those of the value."""
-        return 2 * self.head_dim
+    def value_dim(self) -> int:
+        """Width of a head's value."""
+        return self.head_dim
 
     @property
-    def tp_columns(self) -> int:
-        """Feed-forward columns that tensor parallel ranks share."""
-        return self.ffn_dim
+    def tp_columns(self) -> dict[str, int]:
+        """Feed-forward columns that tensor parallel ranks share, by name."""
+        return {"ffn_dim": self.ffn_dim}
+
+    @property
+    def whole_widths(self) -> dict[str, int]:
+        """Widths of what matrices are multiplied with that every tensor parallel rank has whole, by name."""
+        return {"dim": self.dim}
+
+    @property
+    def hf_derived(self) -> dict[str, Any]:
+        """Fields of config.json that follow from others."""
+        return {}
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the window."""

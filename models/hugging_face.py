@@ -109,13 +109,13 @@ def hugging_face_name(name: str, names: Mapping[str, str | Part]) -> str | Part:
 def to_hugging_face(config: Any) -> dict[str, Any]:
     """config.json's fields of a TransformerConfig."""
     fields = {theirs: getattr(config, ours) for ours, theirs in config.hf_fields.items()} | {
-        "head_dim": config.head_dim
+        "head_dim": config.rotary_dim
     }
     if config.full_every:
         fields["layer_types"] = _layer_types(config)
     scaling = config.rope_scaling
     rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
-    return {**config.hf_fixed, **fields, "rope_scaling": rope}
+    return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_derived}
 
 
 def _layer_types(config: Any) -> list[str]:
@@ -128,6 +128,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
 
     Raises ValueError for a setting that no model here has.
     """
+    given = config_class.hf_defaults.get(given.get("model_type"), {}) | given
     rope, foreign = given.get("rope_parameters") or given.get("rope_scaling") or {}, []
     if "full_attention" in rope:  # by types of layers
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
@@ -148,6 +149,10 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     if kind in _SCALING:
         scaling = RopeScaling(kind, **{name: rope[name] for name in _SCALING[kind] if rope.get(name) is not None})
     config = config_class(**fields, rope_scaling=scaling)
+    if odd := [
+        f"{name} = {given[name]}" for name, value in config.hf_derived.items() if given.get(name, value) != value
+    ]:
+        raise ValueError(f"{', '.join(odd)}: not available")
     types = given.get("layer_types")
     if types and config.window is not None and _layer_types(config) != types:
         full = "full_attention"

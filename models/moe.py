@@ -38,8 +38,8 @@ class MixtureConfig(TransformerConfig):
     """Experts of a token."""
     expert_dim: int
     """Feed-forward width of an expert."""
-    shared_dim: int = 0
-    """Feed-forward width of what every token passes through, beside its experts."""
+    n_shared: int = 0
+    """Experts that every token passes through: one feed-forward, of so many times the width of an expert."""
     score: Literal["softmax", "sigmoid"] = "softmax"
     """A token's scores, (E,), of the router's logits."""
     normalised: bool = True
@@ -47,11 +47,10 @@ class MixtureConfig(TransformerConfig):
     route_scale: float = 1.0
     """Factor of these scores."""
     n_groups: int = 1
-    """Groups of neighbouring experts; a token's experts are in a few of them (arXiv:2405.04434)."""
+    """Groups of neighbouring experts; a token's experts are in a few of them. A group counts by its best expert
+    (softmax: arXiv:2405.04434), or by the sum of its two best (sigmoid: arXiv:2412.19437)."""
     top_groups: int = 1
     """Groups of a token."""
-    group_score: Literal["max", "top2"] = "top2"
-    """A group counts by its best expert, or by the sum of its two best."""
     router_bias: bool = False
     """The router's logits have biases."""
     expert_bias: bool = False
@@ -60,8 +59,13 @@ class MixtureConfig(TransformerConfig):
     """Of experts (models/grouped.py)."""
 
     @property
-    def tp_columns(self) -> int:
-        return self.shared_dim
+    def shared_dim(self) -> int:
+        """Feed-forward width of the shared experts."""
+        return self.n_shared * self.expert_dim
+
+    @property
+    def tp_columns(self) -> dict[str, int]:
+        return {"n_shared x expert_dim": self.shared_dim} if self.n_shared else {}
 
     def __post_init__(self) -> None:
         """Raises ValueError for sizes with which nothing could be trained."""
@@ -166,7 +170,7 @@ class Router(nn.Module):
         config = self.config
         if config.n_groups > 1:
             grouped = scores_TE.unflatten(1, (config.n_groups, -1))
-            best = grouped.topk(1 if config.group_score == "max" else 2, dim=-1).values.sum(-1)
+            best = grouped.topk(1 if config.score == "softmax" else 2, dim=-1).values.sum(-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(1, best.topk(config.top_groups).indices, True)
             scores_TE = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
         return scores_TE.topk(config.top_k, dim=-1).indices.sort(-1).values
@@ -210,7 +214,7 @@ class Mixture(nn.Module):
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.router, self.experts = Router(config), Experts(config)
-        self.shared = FeedForward(config.dim, config.shared_dim) if config.shared_dim else None
+        self.shared = FeedForward(config.dim, config.shared_dim) if config.n_shared else None
         self.exchange: Exchange | None = None
         """If other ranks hold some of the experts."""
         self.counts_E: Tensor | None = None

@@ -159,6 +159,7 @@ class Transformer(nn.Module):
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
         products = sum((6 if kind.trained else 4) * round(size * kind.multiplied) for kind, size in sizes)
+        pair_width = 6 * config.n_heads * (config.head_dim + config.value_dim)
         keys = [config.keys_seen(layer, seq_len) for layer in range(config.n_layers)]
-        attended, seen = (6 * config.n_heads * config.pair_width * sum(each) for each in zip(*keys, strict=True))
+        attended, seen = (pair_width * sum(each) for each in zip(*keys, strict=True))
         return products + round(attended), products + round(seen)

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from components.config import Balancing, Parallelism
 from models.grouped import ToRows
+from models.layers import FeedForward
 from models.moe import Balance, Experts, Mixture, MixtureBlock, Router
 from parallelize.mesh import Mesh
 from parallelize.sharding import local_part
@@ -171,6 +172,7 @@ def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
 class MixtureOfParts(ParallelStyle):
     """A mixture whose ranks each route their part of the sequence; what all tokens share is split as a feed-forward is.
 
+    A layer without experts, which may be among the others, has a feed-forward in this place.
     Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.
     """
 
@@ -178,6 +180,9 @@ class MixtureOfParts(ParallelStyle):
         self.hidden = hidden
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, FeedForward):
+            self._share_columns(module, device_mesh)
+            return module
         assert isinstance(module, Mixture)
         routed = module.routed
 
@@ -196,11 +201,14 @@ class MixtureOfParts(ParallelStyle):
 
         module.routed = of_own_part  # type: ignore[method-assign]
         if module.shared is not None:
-            whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
-            parallelize_module(module.shared, device_mesh, whole)
-            styles = {"w[13]": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=self.hidden)}
-            parallelize_module(module.shared, device_mesh, styles)
+            self._share_columns(module.shared, device_mesh)
         return module
+
+    def _share_columns(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        whole = PrepareModuleInput(input_layouts=(self.hidden,), desired_input_layouts=(Replicate(),))
+        parallelize_module(module, device_mesh, whole)
+        styles = {"w[13]": ColwiseParallel(), "w2": RowwiseParallel(output_layouts=self.hidden)}
+        parallelize_module(module, device_mesh, styles)
 
 
 def with_experts(plan: Mapping[str, ParallelStyle], parallelism: Parallelism) -> dict[str, ParallelStyle]:

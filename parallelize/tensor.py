@@ -2,8 +2,8 @@
 sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 
 A plan is data: pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
-SequenceParallel, PrepareModuleInput) and three that torch lacks: norms without sequence parallel, an embedding whose
-gradient is no larger than a rank's rows, and a head with its loss.
+SequenceParallel, PrepareModuleInput) and what torch lacks: norms without sequence parallel, weights that ranks hold whole
+and use for their own heads, an embedding whose gradient is no larger than a rank's rows, and a head with its loss.
 """
 
 import functools
@@ -102,6 +102,38 @@ class OwnHeads(ParallelStyle):
 
         def forward() -> Tensor:
             return partial_sum(module.weight).chunk(device_mesh.size())[device_mesh.get_local_rank()]
+
+        module.forward = forward
+        return module
+
+
+class ForOwnHeads(ParallelStyle):
+    """A projection or a norm that every rank holds whole and computes for its own heads: gradients are partial sums.
+
+    Takes (B, S, D), the same on all ranks, and gives a local tensor.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        replicate(module, device_mesh)
+
+        def forward(x_BSD: DTensor) -> Tensor:
+            x, weight = partial_sum(x_BSD), partial_sum(module.weight)
+            if isinstance(module, nn.RMSNorm):
+                return F.rms_norm(x, weight.shape, weight, module.eps)
+            return F.linear(x, weight)
+
+        module.forward = forward
+        return module
+
+
+class RowsOfOwnHeads(ParallelStyle):
+    """A projection to heads, split by heads, of what ForOwnHeads gives: the gradient of its input is a partial sum."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _split_rows(module, device_mesh)
+
+        def forward(x_BSD: Tensor) -> Tensor:
+            return F.linear(x_BSD, _rows(module, device_mesh))
 
         module.forward = forward
         return module

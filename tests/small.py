@@ -9,8 +9,10 @@ from pathlib import Path
 
 from components.config import ROOT, load_config
 from models import MODELS
+from models.deepseek_v3 import DeepseekV3Config
 from models.llama import FLAVORS, LlamaConfig
 from models.moe import MixtureConfig
+from models.rotary import RopeScaling
 from parallelize import parallelize_model
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
@@ -19,23 +21,31 @@ load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
 for name, (_, flavors) in MODELS.items():
     parallelize_model(name)
     debug = flavors["debug"]
-    tiny = replace(debug, dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_size=8 if debug.head_size else None)
+    latent = isinstance(debug, DeepseekV3Config)  # a key for each head
+    own = {"head_size": 8 if debug.head_size else None, "n_kv_heads": 4 if latent else 2}
+    tiny = replace(debug, dim=64, n_layers=2, n_heads=4, **own)
     tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)
     if debug.window:
         tiny = replace(tiny, window=9, full_every=2 if debug.full_every else 0)
     if isinstance(tiny, MixtureConfig):
         tiny = replace(tiny, n_experts=8, top_k=2, expert_dim=32)
+    if latent:  # the second version's; and of the third, where scores are sigmoids
+        stretched = RopeScaling("yarn", 4.0, 16, mscale=1.0, mscale_all_dim=1.0)
+        widths = {"kv_lora_rank": 16, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+        router = {"score": "softmax", "normalised": False, "n_groups": 1, "top_groups": 1, "route_scale": 1.0}
+        tiny = replace(tiny, q_lora_rank=None, rope_scaling=stretched, **widths, **router)
     sizes = {"tiny": tiny}
     for key_heads, more in itertools.product((4, 2, 1), (0, 3)):
         suffix = f"_{key_heads}_key_heads" * (key_heads != 4) + "_odd_vocabulary" * (more > 0)
-        many_heads = replace(tiny, n_heads=16, n_kv_heads=key_heads, vocab_size=VOCABULARY + more)
+        many_heads = replace(tiny, n_heads=16, n_kv_heads=16 if latent else key_heads, vocab_size=VOCABULARY + more)
         sizes["many_heads" + suffix] = many_heads
         for long, layers in (("long", 6), ("long5", 5), ("long3", 3)):
             sizes[long + suffix] = replace(many_heads, n_layers=layers, dim=32, ffn_dim=64)
     if isinstance(tiny, MixtureConfig):
         for flavor, each in list(sizes.items()):
+            third = replace(each, q_lora_rank=24) if latent else each
             sizes[f"{flavor}_sigmoid"] = replace(
-                each, score="sigmoid", n_groups=4, top_groups=2, top_k=3, route_scale=2.5, shared_dim=32
+                third, score="sigmoid", normalised=True, n_groups=4, top_groups=2, top_k=3, route_scale=2.5, n_shared=1
             )
     for flavor, each in sizes.items():
         flavors[flavor] = replace(each, tie_embeddings=False)

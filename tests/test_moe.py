@@ -17,7 +17,7 @@ from models.moe import Balance, Mixture, MixtureBlock, Router
 from tests.harness import observe, rewrite
 
 SIZES = replace(MODELS["qwen3_moe"][1]["tiny"], dim=16, n_experts=8, top_k=3, expert_dim=8)
-SIGMOID = {"score": "sigmoid", "n_groups": 4, "top_groups": 2, "route_scale": 2.5, "shared_dim": 12}
+SIGMOID = {"score": "sigmoid", "n_groups": 4, "top_groups": 2, "route_scale": 2.5, "n_shared": 2}
 
 
 def mixture(**changes: Any) -> Mixture:
@@ -35,7 +35,7 @@ def by_loop(module: Mixture, x_TD: Tensor) -> Tensor:
         chosen_by = (scores + router.bias).detach()
         if config.n_groups > 1:
             groups = chosen_by.view(config.n_groups, -1)
-            worth = groups.max(1).values if config.group_score == "max" else groups.sort(1).values[:, -2:].sum(1)
+            worth = groups.max(1).values if config.score == "softmax" else groups.sort(1).values[:, -2:].sum(1)
             kept = worth.sort().indices[-config.top_groups :]
             allowed = torch.full_like(groups, -torch.inf)
             allowed[kept] = groups[kept]
@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "softmax": {},
     "not normalised": {"normalised": False},
     "sigmoid in groups, shared": SIGMOID,
-    "groups by their best": {**SIGMOID, "group_score": "max"},
+    "groups by their best": {**SIGMOID, "score": "softmax"},
     "one expert": {"top_k": 1, "normalised": False},
 }
 

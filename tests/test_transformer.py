@@ -24,6 +24,21 @@ QWEN3 = {"n_heads": 4, "head_size": 24}
 EXPERTS = {"n_experts": 8, "top_k": 3, "expert_dim": 20}
 YARN = RopeScaling("yarn", 8.0, 32, truncate=False)
 GEMMA3 = {"head_size": 24, "query_size": 40, "window": 7, "full_every": 2}
+DEEPSEEK = {
+    "family": "deepseek_v3",
+    "n_kv_heads": 8,
+    "n_dense_layers": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "nope_dim": 12,
+    "rope_dim": 8,
+    "v_dim": 10,
+    "n_shared": 2,
+    "rope_scaling": RopeScaling("yarn", 40.0, 16, mscale=0.707, mscale_all_dim=0.707),
+    **EXPERTS,
+}
+SIGMOID = {"score": "sigmoid", "n_groups": 4, "top_groups": 2, "route_scale": 2.5}
+SOFTMAX = {"score": "softmax", "normalised": False}
 CASES: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "one key head": {"n_kv_heads": 1},
@@ -46,6 +61,10 @@ CASES: dict[str, dict[str, Any]] = {
         "rope_scaling": RopeScaling("linear", factor=8.0),
         **GEMMA3,
     },
+    "deepseek_v3": {**DEEPSEEK, **SIGMOID},
+    "deepseek_v3, not stretched": {**DEEPSEEK, **SIGMOID, "rope_scaling": None, "q_lora_rank": None},
+    "deepseek_v2": {**DEEPSEEK, **SOFTMAX, "q_lora_rank": None},
+    "deepseek_v2, in groups": {**DEEPSEEK, **SOFTMAX, "n_groups": 4, "top_groups": 2, "route_scale": 16.0},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
     "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
@@ -71,6 +90,8 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
                 parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform
+            if name.endswith("router.bias") and ours.hf_name(name):
+                parameter.copy_(torch.linspace(-0.3, 0.3, parameter.numel()))
             if ours.hf_name(name):
                 theirs_of(ours, theirs, name, lambda reference: reference).copy_(parameter)
     return ours, theirs
@@ -83,7 +104,8 @@ def theirs_of(ours: Transformer, theirs: torch.nn.Module, name: str, of: Callabl
         return there.of(of(theirs.get_parameter(there.name)))
     module, _, projection = there.partition(".*.")
     if not projection:
-        return of(theirs.get_parameter(module))
+        owner, _, leaf = module.rpartition(".")
+        return of(getattr(theirs.get_submodule(owner), leaf))
     experts: Any = theirs.get_submodule(module)
     if projection == "down_proj.weight":
         return of(experts.down_proj)

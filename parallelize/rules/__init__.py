@@ -154,7 +154,7 @@ RULES = [
     ),
     Rule(
         "parallelism.tensor_parallel_degree",
-        tensor.splits("attention heads", "n_heads"),
+        tensor.heads_misfit,
         "A logit is a sum over the whole width of a head: half a head on each rank would need a message for each pair "
         "of tokens. It would take ranks with different numbers of heads.",
     ),
@@ -166,9 +166,15 @@ RULES = [
     ),
     Rule(
         "parallelism.tensor_parallel_degree",
-        tensor.splits("feed-forward columns", "tp_columns"),
+        tensor.columns_misfit,
         "It would take ranks with different numbers of columns, as they have different numbers of rows of a "
         "vocabulary.",
+    ),
+    Rule(
+        "parallelism.tensor_parallel_degree",
+        tensor.latents_misfit,
+        "Gradients of these matrices are partial sums of products that each rank computes for its own heads. It would "
+        "take such products in float8.",
     ),
     Rule(
         "parallelism.tensor_parallel_degree",

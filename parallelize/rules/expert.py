@@ -48,15 +48,14 @@ def parts_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def export_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from models import MODELS
+    from models import meta_model
 
-    names = MODELS[config.model.name][0].hf_names
-    if not (config.checkpoint.last_save_in_hf and config.experts.bias_update_speed) or names.get(_BIAS):
+    if not (config.checkpoint.last_save_in_hf and config.experts.bias_update_speed):
+        return ""
+    model = meta_model(config.model)
+    if all(model.hf_name(name) for name, _ in model.named_parameters()):
         return ""
     return (
         f"Hugging Face's files of {config.model.name} have no place for the biases that experts.bias_update_speed "
         "moves; experts.sequence_loss_factor balances without them"
     )
-
-
-_BIAS = "layers.*.feed_forward.router.bias"

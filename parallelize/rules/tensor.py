@@ -1,22 +1,24 @@
 """Rules on what tensor parallel ranks share: each function gives the reason for a refusal, or an empty string."""
 
-from collections.abc import Callable
-
 from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import sizes_of
 
 
-def splits(what: str, attribute: str) -> Callable[[JobConfig, Degrees], str]:
+def heads_misfit(config: JobConfig, degrees: Degrees) -> str:
+    return _uneven(sizes_of(config).n_heads, "attention heads", config, degrees)
+
+
+def columns_misfit(config: JobConfig, degrees: Degrees) -> str:
+    found = (_uneven(size, "feed-forward columns", config, degrees) for size in sizes_of(config).tp_columns.values())
+    return next(filter(None, found), "")
+
+
+def _uneven(size: int, what: str, config: JobConfig, degrees: Degrees) -> str:
     """tp has to divide one of the model's sizes."""
-
-    def misfit(config: JobConfig, degrees: Degrees) -> str:
-        size, model = getattr(sizes_of(config), attribute), config.model
-        divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
-        reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
-        return f"{model.name} {model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
-
-    return misfit
+    divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
+    reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
+    return f"{config.model.name} {config.model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
 
 
 def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -25,7 +27,7 @@ def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     sizes = sizes_of(config)
     split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
     widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
-    widths |= {"dim": sizes.dim, "ffn_dim": sizes.tp_columns // degrees.tp}
+    widths |= sizes.whole_widths | {name: columns // degrees.tp for name, columns in sizes.tp_columns.items()}
     odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
 
@@ -41,6 +43,13 @@ def key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:
             f"{degrees.tp} ranks would each use a part of the matrices of {heads} key/value heads, which float8 cannot"
         )
     return ""
+
+
+def latents_misfit(config: JobConfig, degrees: Degrees) -> str:
+    """Sizes with more widths than dim that are whole on every rank have latents."""
+    if degrees.tp == 1 or not config.model.converters or len(sizes_of(config).whole_widths) == 1:
+        return ""
+    return f"{degrees.tp} ranks would each multiply latents with whole matrices, which float8 cannot; 1 would do"
 
 
 def vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -64,7 +73,7 @@ def blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
     from parallelize.sharding import block_of
 
     sizes = sizes_of(config)
-    split = {"n_heads x head_dim": sizes.n_heads * sizes.head_dim, "ffn_dim": sizes.tp_columns}
+    split = {"n_heads x head_dim": sizes.n_heads * sizes.value_dim} | sizes.tp_columns
     cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
     blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
     return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""

@@ -1,0 +1,254 @@
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437): latent attention, and experts in all but the first layers.
+
+Shapes are named as in models/layers.py; beside them R width of the keys' and values' latent, N and P widths of the parts
+of a head that have no position and that have one (K = N + P), and W width of a value.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from models.attention import AttentionCore, Visible
+from models.hugging_face import FIELDS, FIXED
+from models.moe import MixtureBlock, MixtureConfig, MixtureTransformer
+from models.parameters import MATRIX, NORM, Kind
+from models.rotary import RopeScaling, apply_rotary
+from models.transformer import Block
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeepseekV3Config(MixtureConfig):
+    """What all sizes have in common. Each head has a key and a value of its own."""
+
+    hf_fields: ClassVar[dict[str, str]] = {ours: theirs for ours, theirs in FIELDS.items() if ours != "head_size"} | {
+        "n_dense_layers": "first_k_dense_replace",
+        "q_lora_rank": "q_lora_rank",
+        "kv_lora_rank": "kv_lora_rank",
+        "nope_dim": "qk_nope_head_dim",
+        "rope_dim": "qk_rope_head_dim",
+        "v_dim": "v_head_dim",
+        "n_experts": "n_routed_experts",
+        "top_k": "num_experts_per_tok",
+        "expert_dim": "moe_intermediate_size",
+        "n_shared": "n_shared_experts",
+        "score": "scoring_func",
+        "normalised": "norm_topk_prob",
+        "route_scale": "routed_scaling_factor",
+        "n_groups": "n_group",
+        "top_groups": "topk_group",
+    }
+    hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"moe_layer_freq": 1, "rope_interleave": True}
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "deepseek_v3": {"scoring_func": "sigmoid", "norm_topk_prob": True},
+        "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+    }
+
+    n_dense_layers: int
+    """First layers, which have a feed-forward of width ffn_dim in place of experts."""
+    q_lora_rank: int | None = None
+    """Width of the queries' latent; None for queries that are projected at once."""
+    kv_lora_rank: int = 512
+    nope_dim: int = 128
+    rope_dim: int = 64
+    v_dim: int = 128
+    norm_eps: float = 1e-6
+    rope_theta: float = 10_000.0
+    context_length: int = 163_840
+
+    @property
+    def head_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.rope_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.v_dim
+
+    @property
+    def tp_columns(self) -> dict[str, int]:
+        return ({"ffn_dim": self.ffn_dim} if self.n_dense_layers else {}) | super().tp_columns
+
+    @property
+    def whole_widths(self) -> dict[str, int]:
+        latents = {"q_lora_rank": self.q_lora_rank or 0, "kv_lora_rank": self.kv_lora_rank, "rope_dim": self.rope_dim}
+        return super().whole_widths | latents
+
+    @property
+    def hf_derived(self) -> dict[str, Any]:
+        if self.score == "sigmoid":
+            return {"topk_method": "noaux_tc"}
+        return {"topk_method": "greedy" if self.n_groups == 1 else "group_limited_greedy", "norm_topk_prob": False}
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for sizes that the family does not have."""
+        super().__post_init__()
+        if self.n_kv_heads != self.n_heads or self.head_size is not None:
+            raise ValueError(f"{self.n_heads} heads have as many keys and values, of widths nope_dim, rope_dim, v_dim")
+
+
+def _v2(**sizes: Any) -> DeepseekV3Config:
+    stretched = RopeScaling("yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
+    router = {"score": "softmax", "normalised": False, "top_k": 6, "n_shared": 2}
+    return DeepseekV3Config(vocab_size=102_400, n_dense_layers=1, rope_scaling=stretched, **router, **sizes)
+
+
+FLAVORS = {
+    "debug": DeepseekV3Config(
+        dim=256,
+        n_layers=4,
+        n_heads=8,
+        n_kv_heads=8,
+        ffn_dim=768,
+        n_dense_layers=1,
+        q_lora_rank=96,
+        kv_lora_rank=64,
+        nope_dim=32,
+        rope_dim=16,
+        v_dim=32,
+        n_experts=16,
+        top_k=4,
+        expert_dim=192,
+        n_shared=1,
+        score="sigmoid",
+        route_scale=2.5,
+        n_groups=4,
+        top_groups=2,
+        vocab_size=4096,
+        context_length=2048,
+    ),
+    "16B": _v2(dim=2048, n_layers=27, n_heads=16, n_kv_heads=16, ffn_dim=10_944, n_experts=64, expert_dim=1408),
+    "236B": _v2(
+        dim=5120,
+        n_layers=60,
+        n_heads=128,
+        n_kv_heads=128,
+        ffn_dim=12_288,
+        q_lora_rank=1536,
+        n_experts=160,
+        expert_dim=1536,
+        n_groups=8,
+        top_groups=3,
+        route_scale=16.0,
+    ),
+    "671B": DeepseekV3Config(
+        dim=7168,
+        n_layers=61,
+        n_heads=128,
+        n_kv_heads=128,
+        ffn_dim=18_432,
+        n_dense_layers=3,
+        q_lora_rank=1536,
+        n_experts=256,
+        top_k=8,
+        expert_dim=2048,
+        n_shared=1,
+        score="sigmoid",
+        route_scale=2.5,
+        n_groups=8,
+        top_groups=4,
+        vocab_size=129_280,
+        rope_scaling=RopeScaling("yarn", 40.0, 4096, mscale=1.0, mscale_all_dim=1.0),
+    ),
+}
+
+
+class LatentAttention(nn.Module):
+    """Attention whose keys and values are made of one narrow latent a token (arXiv:2405.04434, section 2.1).
+
+    A head's key is its own part of width N and a rotated part of width P that all heads share.
+    """
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__()
+        self.config = config
+        queries, keys_and_values = config.n_heads * config.head_dim, config.n_heads * (config.nope_dim + config.v_dim)
+        if config.q_lora_rank is None:
+            self.wq = nn.Linear(config.dim, queries, bias=False)
+        else:
+            self.wq_a = nn.Linear(config.dim, config.q_lora_rank, bias=False)
+            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+            self.wq_b = nn.Linear(config.q_lora_rank, queries, bias=False)
+        self.wkv_a = nn.Linear(config.dim, config.kv_lora_rank + config.rope_dim, bias=False)
+        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        self.wkv_b = nn.Linear(config.kv_lora_rank, keys_and_values, bias=False)
+        self.wo = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
+        scaling = config.rope_scaling
+        # All logits are multiplied: the part of a head that is not rotated has no other factor.
+        self.query_factor = scaling.spread(scaling.mscale_all_dim) ** 2 if scaling else 1.0
+        self.core = AttentionCore()
+
+    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        config = self.config
+        q_BSE = self.wq(x_BSD) if config.q_lora_rank is None else self.wq_b(self.q_norm(self.wq_a(x_BSD)))
+        latent_BSR, k_BSP = self.wkv_a(x_BSD).split([config.kv_lora_rank, config.rope_dim], dim=-1)
+        kv_BSHE = self.wkv_b(self.kv_norm(latent_BSR)).unflatten(-1, (-1, config.nope_dim + config.v_dim))
+        k_BSHN, v_BSHW = kv_BSHE.split([config.nope_dim, config.v_dim], dim=-1)
+        q_BSHN, q_BSHP = q_BSE.unflatten(-1, (-1, config.head_dim)).split([config.nope_dim, config.rope_dim], dim=-1)
+        q_BSHP, k_BS1P = (apply_rotary(_halves(part), cos, sin) for part in (q_BSHP, k_BSP[:, :, None]))
+        q = torch.cat((q_BSHN, q_BSHP), dim=-1)
+        if self.query_factor != 1:
+            q = q * self.query_factor
+        k = torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1)
+        # Zeros make values as wide as keys: all kernels, the ring, parts of sequences and generation take equal widths.
+        # With 128 beside 192, products with values are half as many again, a fifth more of attention in all.
+        v = F.pad(v_BSHW, (0, config.head_dim - config.v_dim))
+        out_BSHK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible).transpose(1, 2)
+        return self.wo(out_BSHK[..., : config.v_dim].flatten(2))
+
+
+def _halves(x_BSHP: Tensor) -> Tensor:
+    """The published order rotates 2 i against 2 i + 1; apply_rotary rotates i against i + P / 2."""
+    return x_BSHP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+_ATTENTION = "model.layers.*.self_attn"
+_BIAS = "layers.*.feed_forward.router.bias"
+
+
+class DeepseekV3(MixtureTransformer):
+    """DeepSeek-V3; V2 with scores by softmax."""
+
+    kinds: ClassVar[dict[str, Kind]] = MixtureTransformer.kinds | {
+        "layers.*.attention.w*_[ab]": MATRIX,
+        "layers.*.attention.*_norm": NORM,
+    }
+    hf_names: ClassVar[dict[str, str]] = MixtureTransformer.hf_names | {
+        "layers.*.attention.wq_a": f"{_ATTENTION}.q_a_proj",
+        "layers.*.attention.q_norm": f"{_ATTENTION}.q_a_layernorm",
+        "layers.*.attention.wq_b": f"{_ATTENTION}.q_b_proj",
+        "layers.*.attention.wkv_a": f"{_ATTENTION}.kv_a_proj_with_mqa",
+        "layers.*.attention.kv_norm": f"{_ATTENTION}.kv_a_layernorm",
+        "layers.*.attention.wkv_b": f"{_ATTENTION}.kv_b_proj",
+        "layers.*.feed_forward.shared.w1": "model.layers.*.mlp.shared_experts.gate_proj",
+        "layers.*.feed_forward.shared.w2": "model.layers.*.mlp.shared_experts.down_proj",
+        "layers.*.feed_forward.shared.w3": "model.layers.*.mlp.shared_experts.up_proj",
+        _BIAS: "model.layers.*.mlp.gate.e_score_correction_bias",
+    }
+    hf_type = "deepseek_v3"
+    hf_class = "DeepseekV3ForCausalLM"
+
+    def __init__(self, config: DeepseekV3Config) -> None:
+        super().__init__(config)
+        if config.score == "softmax":
+            self.hf_type, self.hf_class = "deepseek_v2", "DeepseekV2ForCausalLM"
+            self.hf_names = self.hf_names | {_BIAS: ""}
+
+    def make_layer(self, layer: int) -> nn.Module:
+        """The layer with this number, from 0, with latent attention in place of the shared one."""
+        config: Any = self.config
+        block = (Block if layer < config.n_dense_layers else MixtureBlock)(config)
+        block.attention = LatentAttention(config)
+        return block
+
+    def hf_config(self) -> dict[str, Any]:
+        """config.json. Modules that predict later tokens, which published files have, are not trained here."""
+        return super().hf_config() | {"num_nextn_predict_layers": 0}
+
+
+MODEL = DeepseekV3

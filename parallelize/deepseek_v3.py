@@ -1,0 +1,33 @@
+"""How DeepSeek-V3 is laid out over ranks: Llama's plan with latent attention, and experts beside the feed-forward.
+
+Latents are narrow, and all heads are made of them: each rank computes whole ones, and from them its own heads.
+"""
+
+from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from components.config import JobConfig, Parallelism
+from parallelize.expert import with_experts
+from parallelize.llama import llama_tp_plan
+from parallelize.mesh import Mesh
+from parallelize.order import parallelize
+from parallelize.tensor import ForOwnHeads, RowsOfOwnHeads
+
+
+def parallelize_deepseek_v3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
+    """The stages of the model that this rank holds, laid out and still on the meta device."""
+    compressed = model.config.q_lora_rank is not None  # type: ignore[union-attr]
+    return parallelize(model, mesh, config, deepseek_v3_tp_plan(config.parallelism, compressed))
+
+
+def deepseek_v3_tp_plan(parallelism: Parallelism, compressed: bool) -> dict[str, ParallelStyle]:
+    """Module names -> style. compressed: queries have a latent too."""
+    plan = llama_tp_plan(parallelism)
+    del plan["layers.*.attention.w[kv]"]
+    if compressed:
+        del plan["layers.*.attention.wq"]
+    return with_experts(plan, parallelism) | {
+        "layers.*.attention.w*_a": ForOwnHeads(),
+        "layers.*.attention.*_norm": ForOwnHeads(),
+        "layers.*.attention.w*_b": RowsOfOwnHeads(),
+    }
