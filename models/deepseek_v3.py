@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437): latent attention, and experts in all but the first layers.
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437): latent attention; experts but in the first layers.
 
-Shapes are named as in models/layers.py; beside them R width of the keys' and values' latent, N and P widths of the parts
-of a head that have no position and that have one (K = N + P), and W width of a value.
+Shapes are named as in models/layers.py; beside them R width of the latent of keys and values, N and P widths of the
+parts of a head that have no position and that have one (K = N + P), W width of a value, E of what is split further.
 """
 
 from dataclasses import dataclass
@@ -93,9 +93,9 @@ class DeepseekV3Config(MixtureConfig):
 
 
 def _v2(**sizes: Any) -> DeepseekV3Config:
+    sizes |= {"score": "softmax", "normalised": False, "top_k": 6, "n_shared": 2, "n_dense_layers": 1}
     stretched = RopeScaling("yarn", 40.0, 4096, mscale=0.707, mscale_all_dim=0.707)
-    router = {"score": "softmax", "normalised": False, "top_k": 6, "n_shared": 2}
-    return DeepseekV3Config(vocab_size=102_400, n_dense_layers=1, rope_scaling=stretched, **router, **sizes)
+    return DeepseekV3Config(**sizes, vocab_size=102_400, rope_scaling=stretched)
 
 
 FLAVORS = {
@@ -208,7 +208,6 @@ def _halves(x_BSHP: Tensor) -> Tensor:
 
 
 _ATTENTION = "model.layers.*.self_attn"
-_BIAS = "layers.*.feed_forward.router.bias"
 
 
 class DeepseekV3(MixtureTransformer):
@@ -228,7 +227,7 @@ class DeepseekV3(MixtureTransformer):
         "layers.*.feed_forward.shared.w1": "model.layers.*.mlp.shared_experts.gate_proj",
         "layers.*.feed_forward.shared.w2": "model.layers.*.mlp.shared_experts.down_proj",
         "layers.*.feed_forward.shared.w3": "model.layers.*.mlp.shared_experts.up_proj",
-        _BIAS: "model.layers.*.mlp.gate.e_score_correction_bias",
+        "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     }
     hf_type = "deepseek_v3"
     hf_class = "DeepseekV3ForCausalLM"
@@ -237,14 +236,18 @@ class DeepseekV3(MixtureTransformer):
         super().__init__(config)
         if config.score == "softmax":
             self.hf_type, self.hf_class = "deepseek_v2", "DeepseekV2ForCausalLM"
-            self.hf_names = self.hf_names | {_BIAS: ""}
 
     def make_layer(self, layer: int) -> nn.Module:
         """The layer with this number, from 0, with latent attention in place of the shared one."""
         config: Any = self.config
-        block = (Block if layer < config.n_dense_layers else MixtureBlock)(config)
+        block: Any = (Block if layer < config.n_dense_layers else MixtureBlock)(config)
         block.attention = LatentAttention(config)
         return block
+
+    def hf_name(self, name: str) -> str:
+        """Hugging Face's name of a parameter: V2's files have no place for biases of routers."""
+        nowhere = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
+        return "" if nowhere else super().hf_name(name)
 
     def hf_config(self) -> dict[str, Any]:
         """config.json. Modules that predict later tokens, which published files have, are not trained here."""

@@ -41,9 +41,9 @@ class Transformer(nn.Module):
     """The kinds of the model's parameters."""
     hf_names: ClassVar[Mapping[str, str | Part]] = NAMES
     """Names of modules or parameters here -> Hugging Face's."""
-    hf_type: ClassVar[str] = ""
+    hf_type: str = ""
     """model_type of config.json; empty if Hugging Face has no such model."""
-    hf_class: ClassVar[str] = ""
+    hf_class: str = ""
     """Hugging Face's class."""
     copies_embedding: bool = False
     """The last stage of a pipeline holds the table of a tied embedding for its head alone."""

@@ -2,8 +2,9 @@
 sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 
 A plan is data: pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
-SequenceParallel, PrepareModuleInput) and what torch lacks: norms without sequence parallel, weights that ranks hold whole
-and use for their own heads, an embedding whose gradient is no larger than a rank's rows, and a head with its loss.
+SequenceParallel, PrepareModuleInput) and what torch lacks: norms without sequence parallel, weights that ranks hold
+whole and use for their own heads, an embedding whose gradient is no larger than a rank's rows, and a head with its
+loss.
 """
 
 import functools
