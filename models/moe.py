@@ -314,3 +314,7 @@ class MixtureTransformer(Transformer):
         kind, config = super().kind(name), self.config
         assert isinstance(config, MixtureConfig)
         return replace(kind, multiplied=config.top_k / config.n_experts) if kind.role == "expert" else kind
+
+    def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """A parameter's precision in a Hugging Face folder; biases that were rounded would choose other experts."""
+        return torch.float32 if self.kind(name) == BALANCE else dtype

@@ -123,6 +123,10 @@ class Transformer(nn.Module):
         """
         return hugging_face_name(name, self.hf_names)
 
+    def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """A parameter's precision in a Hugging Face folder whose precision is dtype."""
+        return dtype
+
     def hf_config(self) -> dict[str, Any]:
         """config.json."""
         return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}

@@ -139,8 +139,9 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     stages = number_of_stages(config.parallelism, layers)
     checkpoint = config.activation_checkpoint
     step = stages * (2 if (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "2") else 1)
-    has_experts = hasattr(MODELS[config.model.name][1][config.model.flavor], "n_experts")
-    few = layers % step + (3 if has_experts else 2) * stages
+    sizes = MODELS[config.model.name][1][config.model.flavor]
+    dense = -(-getattr(sizes, "n_dense_layers", 0) // step) * step  # before those with experts
+    few = layers % step + dense + (3 if hasattr(sizes, "n_experts") else 2) * stages
     if few + step > layers:
         return dry_run(words, rank, ranks, layers)
     less, more = (dry_run(words, rank, ranks, depth) for depth in (few, few + step))

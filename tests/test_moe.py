@@ -139,11 +139,17 @@ def test_sizes_with_which_nothing_could_be_trained(changes: dict[str, Any], why:
 
 
 @pytest.mark.parametrize(
-    ("flavor", "billions", "active", "gigaflops"),
-    [("30B-A3B", 30.532, 3.353, 23.08), ("235B-A22B", 235.094, 22.191, 148.33)],
+    ("family", "flavor", "billions", "active", "gigaflops"),
+    [
+        ("qwen3_moe", "30B-A3B", 30.532, 3.353, 23.08),
+        ("qwen3_moe", "235B-A22B", 235.094, 22.191, 148.33),
+        ("deepseek_v3", "16B", 15.706, 2.661, 16.41),
+        ("deepseek_v3", "236B", 235.741, 21.376, 155.30),
+        ("deepseek_v3", "671B", 671.026, 37.552, 250.45),
+    ],
 )
-def test_published_sizes(flavor: str, billions: float, active: float, gigaflops: float) -> None:
-    model = meta_model(Model(name="qwen3_moe", flavor=flavor))
+def test_published_sizes(family: str, flavor: str, billions: float, active: float, gigaflops: float) -> None:
+    model = meta_model(Model(name=family, flavor=flavor))
     sizes = {name: (model.kind(name), parameter.numel()) for name, parameter in model.named_parameters()}
     assert round(sum(size for kind, size in sizes.values() if not kind.zero) / 1e9, 3) == billions
     used = sum(size * (kind.multiplied if kind.role == "expert" else 1) for kind, size in sizes.values())

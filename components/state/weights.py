@@ -40,6 +40,9 @@ class HuggingFaceModel(Protocol):
         A * stands for the index along the first dimension.
         """
 
+    def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """A parameter's precision in a folder whose precision is dtype."""
+
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
 
@@ -192,7 +195,8 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
             for name in parts[number]:
                 for part, piece in _pieces(model, name, tensors.pop(f"model.{name}")):
                     if part.name not in theirs:
-                        theirs[part.name] = torch.empty(part.whole_shape(tuple(piece.shape)), dtype=dtype)
+                        kept = model.hf_dtype(name, dtype)
+                        theirs[part.name] = torch.empty(part.whole_shape(tuple(piece.shape)), dtype=kept)
                     part.of(theirs[part.name]).copy_(piece)
             save_file(theirs, staging / names[number], metadata={"format": "pt"})
             (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
@@ -205,7 +209,8 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
                 for name, parameter in parameters.items()
                 for part, _ in _pieces(model, name, parameter)
             }
-            size = sum(p.numel() * dtype.itemsize for parameters in parts for p in parameters.values())
+            all_parameters = [each for parameters in parts for each in parameters.items()]
+            size = sum(each.numel() * model.hf_dtype(name, dtype).itemsize for name, each in all_parameters)
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
