@@ -72,6 +72,12 @@ FILES = {
     "qwen3_0.6b": Brought(4),
     "qwen3_8b": Brought(8),
     "qwen3_32b": Brought(16),
+    "deepseek_v3_debug": Brought(4),
+    "deepseek_v3_16b": Brought(8),
+    "deepseek_v3_671b": Brought(
+        512,
+        frozenset({"checkpoint.initial_load_in_hf_quantized", "model.converters", "quantize.grouped_mm.float8.fqns"}),
+    ),
 }
 
 
@@ -145,6 +151,7 @@ def test_every_flavor_is_known() -> None:
     flavors = {"llama3": ["debugmodel", "8B", "70B", "405B"]}
     flavors["qwen3"] = ["debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]
     flavors["qwen3"] += ["debugmodel_moe", "30B-A3B", "235B-A22B"]
+    flavors["deepseek_v3"] = ["debugmodel", "16B", "236B", "671B"]
     for name, sizes in flavors.items():
         for flavor in sizes:
             model = load_config(["--model.name", name, "--model.flavor", flavor]).model
