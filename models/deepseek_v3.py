@@ -4,6 +4,7 @@ Shapes are named as in models/layers.py; beside them R width of the latent of ke
 parts of a head that have no position and that have one (K = N + P), W width of a value, E of what is split further.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
-from models.hugging_face import FIELDS, FIXED
+from models.hugging_face import FIELDS, FIXED, Part
 from models.moe import MixtureBlock, MixtureConfig, MixtureTransformer
 from models.parameters import MATRIX, NORM, Kind
 from models.rotary import RopeScaling, apply_rotary
@@ -217,7 +218,8 @@ class DeepseekV3(MixtureTransformer):
         "layers.*.attention.w*_[ab]": MATRIX,
         "layers.*.attention.*_norm": NORM,
     }
-    hf_names: ClassVar[dict[str, str]] = MixtureTransformer.hf_names | {
+    hf_names: ClassVar[Mapping[str, str | Part]] = {
+        **MixtureTransformer.hf_names,
         "layers.*.attention.wq_a": f"{_ATTENTION}.q_a_proj",
         "layers.*.attention.q_norm": f"{_ATTENTION}.q_a_layernorm",
         "layers.*.attention.wq_b": f"{_ATTENTION}.q_b_proj",
@@ -244,7 +246,7 @@ class DeepseekV3(MixtureTransformer):
         block.attention = LatentAttention(config)
         return block
 
-    def hf_name(self, name: str) -> str:
+    def hf_name(self, name: str) -> str | Part:
         """Hugging Face's name of a parameter: V2's files have no place for biases of routers."""
         nowhere = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
         return "" if nowhere else super().hf_name(name)

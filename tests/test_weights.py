@@ -22,6 +22,7 @@ from components.start import check_initial_weights
 from components.state import weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
+from models.moe import MixtureConfig
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
 from tests.harness import Observation, broken_bars, observe, rewrite

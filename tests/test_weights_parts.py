@@ -60,6 +60,9 @@ class Experts(nn.Module):
     def hf_name(self, name: str) -> str | Part:
         return hugging_face_name(name, self.names)
 
+    def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
     def hf_config(self) -> dict[str, Any]:
         return {"model_type": "experts"}
 
