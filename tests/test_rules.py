@@ -38,6 +38,7 @@ STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
 EP, EXPERTS = "--parallelism.expert_parallel_degree", ("--model.name", "qwen3_moe", "--model.flavor", "tiny")
+LATENTS = ("--model.name", "deepseek_v3", "--model.flavor", "tiny")
 SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
 REDUCE = "--parallelism.fsdp_reduce_gradients"
 COMPILE = ("--compile.enable", "true")
@@ -149,6 +150,7 @@ CASES = [
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 2, "dim": 96},
     ),
+    Refused("latents", (TP, "2"), "each multiply latents with whole matrices", "gradient", run=(*LATENTS, *FLOAT8)),
     Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
     Refused(
         "vocabulary",
