@@ -53,9 +53,9 @@ class Saved:
     exported: Path
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma3"])
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """Grouped queries; qwen3's is tied. Weights are large enough that one token differs from the next."""
+    """Grouped queries; qwen3's and gemma3's are tied, the latter has windows. Weights are large: tokens differ."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     model_class, flavors = MODELS[name]
     model = model_class(flavors["debug"])
@@ -64,6 +64,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         for parameter_name, parameter in model.named_parameters():
             if "layers" in parameter_name and "norm" not in parameter_name:
                 parameter.mul_(5)
+            elif "post_norm" in parameter_name:
+                parameter.add_(4)
     run, config = folder / "run", JobConfig(model=Model(name=name))
     optimizer = torch.optim.SGD(model.parameters())
     Checkpointer(run / "checkpoint", Checkpoint(), [model], optimizer).save(7, {}, model_only=True)
@@ -123,6 +125,13 @@ def test_tokens_are_those_of_transformers(saved: Saved) -> None:
     assert ids[0].tolist() == [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
     greedy = generate(model, ids[0].tolist(), lambda logits: int(logits.argmax()))
     assert [*islice(greedy, 40)] == right[0, ids.shape[1] :].tolist()
+
+
+def test_a_config_json_that_transformers_has_written_is_the_same_model(saved: Saved, tmp_path: Path) -> None:
+    shutil.copytree(saved.exported, tmp_path / "newer")
+    transformers.AutoConfig.from_pretrained(saved.exported).save_pretrained(tmp_path / "newer")
+    assert "rope_theta" not in json.loads((tmp_path / "newer" / "config.json").read_text())
+    assert open_source(tmp_path / "newer", None).model.config == open_source(saved.exported, None).model.config
 
 
 def _texts_of_ranks(run: train.Run, folder: Path) -> list[tuple[str, str, int]]:
@@ -255,8 +264,8 @@ def broken_sources(saved: Saved, folder: Path) -> Iterator[tuple[str, int | None
     (folder / "hub").mkdir()
     config = json.loads((saved.exported / "config.json").read_text())
     for change, reason in (
-        ({"model_type": "mamba"}, "model_type = mamba: not one of .*llama, qwen3"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type = yarn: not available"),
+        ({"model_type": "mamba"}, "model_type = mamba: not one of .*llama, .*qwen3"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type = dynamic: not available"),
         ({"hidden_size": None}, "dim"),
         ({"rms_norm_eps": None}, "rms_norm_eps: not given"),
     ):
