@@ -164,15 +164,15 @@ def _zeros(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.any()]
 
 
-_STEP = 1e-3
-"""The learning rate of SMALL: about as far as a step of Adam moves each element."""
-
-
 def _worst(values: dict[str, Tensor], references: dict[str, Tensor], from_zero: Collection[str] = ()) -> float:
-    """from_zero: names of what consists of its updates alone, relative to one step of every element at least."""
+    """The largest relative error. from_zero: names of what consists of its updates alone.
+
+    Adam divides small gradients, and their errors, by small roots. Other weights have these errors beside 0.02, the
+    standard deviation with which they start: so they are compared here too.
+    """
     if values.keys() != references.keys():
         return float("inf")
-    least = {name: _STEP * references[name].numel() ** 0.5 for name in from_zero}
+    least = {name: 0.02 * references[name].numel() ** 0.5 for name in from_zero}
     errors = [
         ((values[name] - right).norm() / right.norm().clamp(min=least.get(name, 0))).item()
         for name, right in references.items()
