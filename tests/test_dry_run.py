@@ -132,7 +132,7 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     """What a dry run of all layers says, from two with few layers: what a layer adds is the same for each.
 
     Two in each stage and one more, or two more where every second layer is checkpointed. With experts three: gathered
-    experts of two layers are there only from the third on.
+    experts of two layers are there only from the third on; and before them all layers without experts.
     """
     config = load_config([*words])
     layers = MODELS[config.model.name][1][config.model.flavor].n_layers
