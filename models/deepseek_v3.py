@@ -251,8 +251,12 @@ class DeepseekV3(MixtureTransformer):
         nowhere = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
         return "" if nowhere else super().hf_name(name)
 
+    def hf_ignores(self, there: str) -> bool:
+        """Also the layer behind the last, which predicts a second token: published files have it."""
+        return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
+
     def hf_config(self) -> dict[str, Any]:
-        """config.json. Modules that predict later tokens, which published files have, are not trained here."""
+        """config.json, without the layer that predicts a second token."""
         return super().hf_config() | {"num_nextn_predict_layers": 0}
 
 

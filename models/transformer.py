@@ -127,6 +127,10 @@ class Transformer(nn.Module):
         """A parameter's precision in a Hugging Face folder whose precision is dtype."""
         return dtype
 
+    def hf_ignores(self, there: str) -> bool:
+        """Whether a tensor of a Hugging Face folder is one that the model does without: old files have frequencies."""
+        return there.endswith("rotary_emb.inv_freq")
+
     def hf_config(self) -> dict[str, Any]:
         """config.json."""
         return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}

@@ -3,12 +3,15 @@
 import re
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from components.config import Model
+from components.config import ConfigError, Model
+from components.state import weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
 from tests.harness import Observation, broken_bars, figures, observe, rewrite
@@ -179,3 +182,18 @@ def test_a_planted_fault_is_found(fault: str) -> None:
 
 def test_without_a_fault_it_is_the_run_of_one_process() -> None:
     assert not broken_bars(observe(*V3_TINY, *TP, ranks=2), one_process())
+
+
+def test_published_files_have_a_layer_more(tmp_path: Path) -> None:
+    """Which predicts a second token: its tensors are no mistake, and others behind it are."""
+    model = meta_model(Model(name="deepseek_v3", flavor="tiny_sigmoid"))
+    parts = [part for name, each in model.named_parameters() for part in weights._pieces(model, name, each)]
+    shapes = {part.name: tuple(piece.shape) for part, piece in parts}
+    behind = model.config.n_layers
+    more = {f"model.layers.{behind}.eh_proj.weight": (3, 3), f"model.layers.{behind}.embed_tokens.weight": (3, 3)}
+    save_file({name: torch.zeros(shape) for name, shape in (shapes | more).items()}, tmp_path / "model.safetensors")
+    weights.check_weights(model, tmp_path)
+    shapes[f"model.layers.{behind + 1}.eh_proj.weight"] = (3, 3)
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"model.layers.{behind + 1}.eh_proj.weight is not in this model"):
+        weights.check_weights(model, tmp_path)

@@ -63,6 +63,9 @@ class Experts(nn.Module):
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def hf_ignores(self, there: str) -> bool:
+        return False
+
     def hf_config(self) -> dict[str, Any]:
         return {"model_type": "experts"}
 

@@ -43,6 +43,9 @@ class HuggingFaceModel(Protocol):
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's precision in a folder whose precision is dtype."""
 
+    def hf_ignores(self, there: str) -> bool:
+        """Whether a tensor of a folder is one that the model does without."""
+
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
 
@@ -125,11 +128,11 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
         for name, shape in wanted.items()
         if there.get(name, shape) != shape
     ]
-    # Old files hold rotary frequencies, and some files of models with tied weights hold both head and embedding.
+    # Some files of models with tied weights hold both head and embedding.
     named = model.named_parameters(remove_duplicate=False)
     all_names = {part.name for name, parameter in named for part, _ in _pieces(model, name, parameter)}
     extra = sorted(there.keys() - all_names)
-    misfits += [f"{name} is not in this model" for name in extra if not name.endswith("rotary_emb.inv_freq")]
+    misfits += [f"{name} is not in this model" for name in extra if not model.hf_ignores(name)]
     config_file = path / "config.json"
     given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
     misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
