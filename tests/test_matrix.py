@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.layouts import NEEDS, Layout, layout, main_layouts, pairs, spread
+from tests.layouts import FAMILIES, NEEDS, Layout, layout, main_layouts, pairs, spread
 from tests.matrix import Result, measure
 
 LARGE = [
@@ -17,7 +17,15 @@ LARGE = [
     layout(dp="fsdp 2", tp="2", pp="2", schedule="DualPipeV", accumulation="3"),
     layout(dp="fsdp 2", tp="2", cp="2", pp="2", schedule="Interleaved1F1B"),
 ]
-SPREAD: list[Layout] = [*sorted(spread(most_ranks=4), key=lambda each: each.ranks), *LARGE]
+OTHER_FAMILIES = [
+    layout(model=name, **given)
+    for name in FAMILIES
+    for given in (
+        {"dp": "fsdp 2", "tp": "2", "ep": "2", "document_mask": "true"},
+        {"cp": "2", "pp": "2", "schedule": "Interleaved1F1B", "length": "33"},
+    )
+]
+SPREAD: list[Layout] = [*sorted(spread(most_ranks=4), key=lambda each: each.ranks), *OTHER_FAMILIES, *LARGE]
 
 
 @functools.cache
