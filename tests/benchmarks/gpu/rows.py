@@ -28,6 +28,9 @@ SIZES = (
 _FLOAT32, _BFLOAT16, _FLOAT8 = (1e-5, 1e-4), (2e-3, 5e-2), (1e-2, 0.3)
 _DOCUMENTS = ("--training.document_mask", "true")
 _EXPERTS = ("--model.name", "qwen3_moe", "--model.flavor", "debug")
+_SINKS = ("--model.name", "gpt_oss", "--model.flavor", "debug")
+_WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug")
+_LATENT = ("--model.name", "deepseek_v3", "--model.flavor", "debug")
 _COMPILE = ("--compile.enable", "true")
 _BUDGET = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "0.3")
 _SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
@@ -61,6 +64,10 @@ PATHS = [
     # A token whose scores are close may go to another expert than in float32.
     FastPath("bfloat16, experts", _mixed(), (2e-3, 0.5), _EXPERTS),
     FastPath("bfloat16, experts, compiled", _mixed(*_COMPILE), (2e-3, 0.5), _EXPERTS),
+    FastPath("float32, sinks and windows", ("--training.mixed_precision_param", "float32"), _FLOAT32, _SINKS),
+    FastPath("bfloat16, sinks and windows", _mixed(), (2e-3, 0.5), _SINKS),
+    FastPath("bfloat16, windows", _mixed(), _BFLOAT16, _WINDOWS),
+    FastPath("float32, latent attention", ("--training.mixed_precision_param", "float32"), _FLOAT32, _LATENT),
     FastPath("float8, rowwise with bfloat16 weight gradients", _float8("rowwise_with_gw_hp"), _FLOAT8),
     FastPath("float8, rowwise", _float8("rowwise"), _FLOAT8),
     FastPath("float8, tensorwise", _float8("tensorwise"), _FLOAT8),
