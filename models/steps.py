@@ -30,7 +30,7 @@ def step(queries: slice, keys: slice, visible: Visible) -> Step:
     """Prepares a mask, if the queries see more than nothing and less than a causal mask or all of the keys."""
     whole = visible.documents_BT is None and visible.window is None and visible.before >= visible.keys
     plain = whole or visible.is_causal
-    return Step(queries, keys, visible if plain else replace(visible, made=_wanted(visible)))
+    return Step(queries, keys, replace(visible, made=None if plain else _wanted(visible)))
 
 
 class Source(Protocol):
