@@ -191,7 +191,9 @@ class Experts(nn.Module):
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows (R, D) after their experts; counts: of each expert's rows, int64."""
-        return self.multiply(rows_RD, counts_E, dict(self.named_parameters()))
+        # By attributes: mixed precision on one rank gives copies there.
+        own = {name: getattr(self, name) for name, _ in self.named_parameters()}
+        return self.multiply(rows_RD, counts_E, own)
 
     def multiply(self, rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """The same, by these parameters."""

@@ -30,7 +30,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, str, str, str]]] = {
     "the gate's gradient is taken for whole": (
         "gradient",
         (TP, "2"),
-        ("parallelize.expert", "_replicate", "grad_placements=[Partial()]", "grad_placements=[Replicate()]"),
+        ("parallelize.expert", "_replicate", "partial_sum(weight)", "weight.to_local()"),
     ),
     "tp is left out of the count": (
         "expert rows",

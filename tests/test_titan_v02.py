@@ -76,7 +76,7 @@ FILES = {
     "deepseek_v3_16b": Brought(8),
     "deepseek_v3_671b": Brought(
         512,
-        frozenset({"checkpoint.initial_load_in_hf_quantized", "model.converters", "quantize.grouped_mm.float8.fqns"}),
+        frozenset({"model.converters", "quantize.grouped_mm.float8.fqns"}),
     ),
 }
 
