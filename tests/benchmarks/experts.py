@@ -3,6 +3,10 @@
 One thread, best of five. Beside it: a dense feed-forward as wide as a token's experts together, the same experts in a
 loop over stacked matrices, and their three grouped products alone, on rows that are in order already.
 
+    python -m tests.benchmarks.experts --degrees
+
+measures a step of two ranks with expert degrees 1 and 2, in turns: of the debug model, and with more experts.
+
     python -m tests.benchmarks.experts --loads BALANCED OTHER
 
 draws the loads of two runs with metrics.dynamics_freq, from their dump folders: assets/figures/experts.png.
@@ -25,6 +29,8 @@ from components.state.init import initialize_weights
 from models import MODELS
 from models.layers import FeedForward
 from models.moe import Mixture
+from tests.benchmarks.peers.__main__ import SMALL
+from tests.benchmarks.peers.sides import NO_LAYOUT, measure
 
 SIZES = {"D256 F192 E32 C4": (256, 192, 32, 4), "D512 F256 E64 C8": (512, 256, 64, 8)}
 TOKENS = 1024
@@ -32,16 +38,36 @@ TOKENS = 1024
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--degrees", action="store_true")
     parser.add_argument("--loads", type=Path, nargs=2, metavar="FOLDER")
     options = parser.parse_args(argv)
     if options.loads:
         draw(dict(zip(("experts.bias_update_speed = 1e-3", "no balancing"), options.loads, strict=True)))
+        return
+    if options.degrees:
+        for experts in (16, 32, 64):
+            _compare_degrees(experts)
         return
     torch.set_num_threads(1)
     for name, sizes in SIZES.items():
         found = _measured(*sizes)
         for what, milliseconds in found.items():
             print(f"{name}  {what:24}{milliseconds:8.1f} ms  {milliseconds / found['experts']:6.2f}", flush=True)
+
+
+def _compare_degrees(experts: int) -> None:
+    """Of a model with so many experts in each layer, whose shared weights are gathered with degree 1."""
+    job = NO_LAYOUT | SMALL | {"experts": experts, "layout": {"fsdp": 2}, "warm": 2, "steps": 5, "dtype": "float32"}
+    seconds: dict[str, list[float]] = {"1": [], "2": []}
+    for _ in range(3):
+        for degree, found in seconds.items():
+            words = ["--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", degree]
+            found.append(measure("here", job | {"words": words})["processor"])
+    one, two = (min(found) for found in seconds.values())
+    print(
+        f"{experts} experts, two ranks: {one * 1e3:.0f} ms, with degree 2 {two * 1e3:.0f} ms: {one / two:.2f}",
+        flush=True,
+    )
 
 
 def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, float]:

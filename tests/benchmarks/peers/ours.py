@@ -6,6 +6,7 @@ from typing import Any
 
 import train
 from components.launch.ending import run_to_exit
+from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
 from tests.benchmarks.peers.clock import Clock, Job, job
 from tests.small import RECIPE
@@ -58,6 +59,9 @@ def main() -> None:
     given = job()
     clock = Clock(given)
     FLAVORS["peers"] = sizes(given)
+    if "experts" in given:  # of each layer of a debug model
+        flavors = MODELS["qwen3_moe"][1]
+        flavors["peers"] = replace(flavors["debug"], n_experts=given["experts"])
     step: Any = train.train_step
 
     def timed(*arguments: Any) -> Any:
