@@ -3,7 +3,7 @@
 python -m tests.cpu COMMAND ...        the command's total, in seconds of processor time, at its end
 pytest -p tests.cpu ...                the 40 most expensive tests and a table by test file, ranks and commands included
 
-`time` misses ranks: their parent is the fork server, which outlives pytest.
+With -n too. `time` misses ranks: their parent is the fork server, which outlives pytest.
 """
 
 import ctypes
@@ -64,6 +64,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         by_test[f"{item.path.name}::{item.name}"] = tree_seconds(os.getpid()) - before
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["seconds"] = session.config.stash[_BY_TEST]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """With pytest-xdist the tests are run, and measured, by its workers."""
+    by_test = node.config.stash[_BY_TEST]
+    for name, seconds in getattr(node, "workeroutput", {}).get("seconds", {}).items():
+        by_test[name] = by_test.get(name, 0.0) + seconds
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
