@@ -23,8 +23,13 @@ if [ "${1:-}" = --all ]; then
     whole=yes
     shift
 fi
-step "tests" pytest --durations=10 "$@"
-[ $# -gt 0 ] || step "convergence" tests.convergence
+if [ $# -gt 0 ]; then
+    step "tests" pytest --durations=10 "$@"
+else
+    step "tests" pytest -n 2 --dist loadfile --durations=10 -m "not clock"
+    step "tests that need the machine for themselves" pytest -m clock
+    step "convergence" tests.convergence
+fi
 [ -z "$whole" ] || step "every layout" tests.matrix --all
 
 if [ -n "$failed" ]; then

@@ -38,6 +38,7 @@ def _save_on_full_disk(folder: Path, rank: int, mode: str, sizes: tuple[int, ...
     return "", 0, polls
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_cannot_write_is_reported_by_all_and_nothing_is_lost(

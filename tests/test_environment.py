@@ -150,6 +150,7 @@ def test_two_first_runs_at_once_install_once(copy: Path, making: dict[str, str],
     assert len(Path(making["PIP_LOG_FILE"]).read_text().splitlines()) == 1
 
 
+@pytest.mark.clock
 def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     start = time.perf_counter()
     code = subprocess.run(

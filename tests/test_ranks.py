@@ -93,6 +93,7 @@ def test_the_exit_code_is_that_of_the_rank_that_failed(first: int, later: int, e
     assert len(lines) == 1, "no traceback, no banner, and no second try of what would go wrong again"
 
 
+@pytest.mark.clock
 def test_a_killed_rank_ends_all_and_is_named(begin: Start) -> None:
     script = """
         import os, signal, subprocess, sys, time

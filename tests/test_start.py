@@ -117,6 +117,7 @@ def launch(words: list[str], folder: Path, **variables: str) -> tuple[subprocess
     return done, time.perf_counter() - started
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("text", "variables", "expected"),
     [
