@@ -84,7 +84,7 @@ class Ranks:
 
 _kept: dict[int, Ranks] = {}
 """Ranks that wait for another case, by their number: torch's caches of a layout's operations are filled once."""
-_MOST_KEPT, _MOST_CASES = 16, 64
+_MOST_KEPT, _MOST_CASES = 16, 256
 """Ranks that are kept, in all; and cases of one world, by its ranks: each case leaves its groups' threads."""
 
 
