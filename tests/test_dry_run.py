@@ -140,7 +140,7 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     checkpoint = config.activation_checkpoint
     step = stages * (2 if (checkpoint.mode, checkpoint.selective_ac_option) == ("selective", "2") else 1)
     sizes = MODELS[config.model.name][1][config.model.flavor]
-    dense = -(-getattr(sizes, "n_dense_layers", 0) // step) * step  # before those with experts
+    dense = getattr(sizes, "n_dense_layers", 0) * step  # so many in the first stage, before those with experts
     few = layers % step + dense + (3 if hasattr(sizes, "n_experts") else 2) * stages
     if few + step > layers:
         return dry_run(words, rank, ranks, layers)
