@@ -73,9 +73,12 @@ def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) ->
     return (AdamW if decoupled else Adam)(groups, **_adam(config))
 
 
+_OF_MUON = ("matrix", "expert", "adapter")
+
+
 def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
-    matrices = [group for group in groups if group["role"] in ("matrix", "expert")]
-    others = [group for group in groups if group["role"] not in ("matrix", "expert")]
+    matrices = [group for group in groups if group["role"] in _OF_MUON]
+    others = [group for group in groups if group["role"] not in _OF_MUON]
     return Muon(
         matrices,
         _adam_of(others, config, shared),

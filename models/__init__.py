@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from models.attention import choose_kernel
+from models.lora import add_adapters
 from models.rotary import RopeScaling
 
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
@@ -28,6 +29,8 @@ class Chosen(Protocol):
     def attention_kernel(self) -> str: ...
     @property
     def rope_scaling(self) -> Any: ...
+    @property
+    def lora(self) -> Any: ...
 
 
 def sizes(model: Chosen) -> Any:
@@ -46,12 +49,17 @@ def sizes(model: Chosen) -> Any:
 
 
 def meta_model(model: Chosen, dtype: str = "float32") -> Any:
-    """The whole model on the meta device, without memory."""
+    """The whole model on the meta device, without memory, and with adapters if it is to have some.
+
+    Raises ValueError if these are asked for a module that the model does not have.
+    """
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device("meta"):
             whole = MODELS[model.name][0](sizes(model))
+        if model.lora.rank:
+            add_adapters(whole, model.lora)
     finally:
         torch.set_default_dtype(default)
     choose_kernel(whole, model.attention_kernel)

@@ -6,11 +6,17 @@ Names are the same at every layout. Modules and tensors are not: tensor parallel
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 
-Role = Literal["embedding", "matrix", "bias", "norm", "head", "router", "expert"]
+Role = Literal["embedding", "matrix", "bias", "norm", "head", "router", "expert", "adapter"]
+
+
+class Uniform(NamedTuple):
+    """Numbers from -bound to bound, all as likely."""
+
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,8 @@ OUTPUT_MATRIX = Kind("matrix", into_residual=True)
 BIAS = Kind("bias", multiplied=0, zero=True)
 NORM = Kind("norm", multiplied=0)
 HEAD = Kind("head")
+ADAPTERS = {"lora_A": Kind("adapter"), "lora_B": Kind("adapter", zero=True)}
+"""Last part of a parameter's name -> kind, of models with adapters (models/lora.py)."""
 
 KINDS: dict[str, Kind] = {
     "tok_embeddings": EMBEDDING,

@@ -11,7 +11,7 @@ from models.attention import Visibility, Visible
 from models.config import TransformerConfig
 from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, FeedForward, Head
-from models.parameters import KINDS, TIED_EMBEDDING, Kind, check_frozen, find_kind, set_trained
+from models.parameters import ADAPTERS, KINDS, TIED_EMBEDDING, Kind, Uniform, check_frozen, find_kind, set_trained
 from models.rotary import rotary_cos_sin, rotary_frequencies
 
 
@@ -45,6 +45,8 @@ class Transformer(nn.Module):
     """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: str = ""
     """Hugging Face's class."""
+    adapted: bool = False
+    """Some matrices have adapters (models/lora.py), and nothing else is trained."""
     copies_embedding: bool = False
     """The last stage of a pipeline holds the table of a tied embedding for its head alone."""
 
@@ -113,8 +115,11 @@ class Transformer(nn.Module):
 
     def kind(self, name: str) -> Kind:
         """What a parameter is, and whether it is trained."""
+        if adapter := ADAPTERS.get(name.rpartition(".")[2]):
+            return adapter
         tied = {"tok_embeddings": TIED_EMBEDDING} if self.config.tie_embeddings else {}
-        return find_kind(name, self.kinds | tied, self.config.frozen)
+        kind = find_kind(name, self.kinds | tied, self.config.frozen)
+        return replace(kind, trained=False) if self.adapted else kind
 
     def hf_name(self, name: str) -> str | Part:
         """Hugging Face's name of a parameter, or its part of a tensor there; empty if there is none.
@@ -145,16 +150,19 @@ class Transformer(nn.Module):
         theirs |= {"model_type": given.get("model_type"), "max_position_embeddings": self.config.context_length}
         return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
 
-    def init_std(self, name: str) -> float | None:
+    def init_std(self, name: str) -> float | Uniform | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.
 
-        0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2).
+        0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2). A of an adapter is
+        uniform, up to 1 / sqrt(in) (PEFT).
         """
         kind = self.kind(name)
         if kind.zero:
             return 0.0
         if kind.role == "norm":
             return None
+        if kind.role == "adapter":
+            return Uniform(self.get_parameter(name).shape[1] ** -0.5)
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:

@@ -9,7 +9,8 @@
   checkpointing      goes around the compiled layer: torch 2.13 fails the other way round with tensor parallel
   data parallel      is outermost: `fully_shard` shards the parameters that all the others left
 
-Then the model is given memory and weights, and tied again; the schedule of a pipeline is built last.
+Adapters (models/lora.py) are in the model from the start. Last, it is given memory and weights, and tied again; then
+the schedule of a pipeline is built.
 """
 
 from collections.abc import Mapping

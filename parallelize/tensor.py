@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from models.layers import Head
+from models.lora import AdaptedLinear, low_rank
 from models.loss import cross_entropy, linear_cross_entropy
 from models.moe import Experts, Router
 from models.parameters import covers, set_trained
@@ -39,7 +40,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     for style in used.values():
         if isinstance(style, KeyValueHeads):
             style.heads = model.config.n_kv_heads  # type: ignore[union-attr, assignment]
+    adapters = {module: _taken(module) for module in model.modules() if isinstance(module, AdaptedLinear)}
     parallelize_module(model, tp, used)
+    for module, matrices in adapters.items():
+        split_adapter(module, *matrices, tp)
     cut = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     if whole := [name for name, _ in model.named_parameters() if name not in cut and not _in_expert_py(model, name)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
@@ -88,8 +92,13 @@ class KeyValueHeads(ColwiseParallel):
         first = device_mesh.get_local_rank() * self.heads // ranks * width
 
         def forward(x_BSD: DTensor) -> Tensor:
-            rows = {name: partial_sum(whole)[first : first + width] for name, whole in module.named_parameters()}
-            return F.linear(partial_sum(x_BSD), rows["weight"], rows.get("bias"))
+            whole = {name: partial_sum(parameter) for name, parameter in module.named_parameters()}
+            rows = {name: tensor[first : first + width] for name, tensor in whole.items()}
+            x = partial_sum(x_BSD)
+            heads_BSC = F.linear(x, rows["weight"], rows.get("bias"))
+            if isinstance(module, AdaptedLinear):
+                heads_BSC = heads_BSC + low_rank(x, whole["lora_A"], rows["lora_B"], module.scale)
+            return heads_BSC
 
         module.forward = forward
         return module
@@ -138,6 +147,40 @@ class RowsOfOwnHeads(ParallelStyle):
 
         module.forward = forward
         return module
+
+
+def _taken(module: AdaptedLinear) -> tuple[nn.Parameter, nn.Parameter]:
+    """The adapter's matrices, which the module has no more: styles know weights and biases alone."""
+    lora_A, lora_B = module.lora_A, module.lora_B
+    del module.lora_A, module.lora_B
+    return lora_A, lora_B
+
+
+def split_adapter(module: AdaptedLinear, lora_A: Tensor, lora_B: Tensor, mesh: DeviceMesh) -> None:
+    """Give A (r, in) and B (out, r) back, split to match the weight: its columns are A's, its rows are B's.
+
+    No activation is exchanged beyond those of the weight: the rank's product is added to its own part of W x. What is
+    whole on every rank, A beside rows or B beside columns, has partial sums for gradients.
+    """
+    assert isinstance(module.weight, DTensor)
+    (split,) = module.weight.placements
+    placements = {"lora_A": split if split == Shard(1) else Replicate()}
+    placements["lora_B"] = split if split == Shard(0) else Replicate()
+    for name, matrix in (("lora_A", lora_A), ("lora_B", lora_B)):
+        part = distribute_tensor(matrix, mesh, [placements[name]], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part))
+    given = [Partial() if split == Shard(1) else Shard(-1)]
+
+    def product(x_BSD: DTensor) -> DTensor:
+        x, own_A, own_B = map(_own, (x_BSD, module.lora_A, module.lora_B))
+        return DTensor.from_local(low_rank(x, own_A, own_B, module.scale), mesh, given, run_check=False)
+
+    module.product = product  # type: ignore[method-assign, assignment]
+
+
+def _own(tensor: Any) -> Tensor:
+    """What a rank computes with: its part of a split tensor, or a whole one, whose gradient is then a partial sum."""
+    return partial_sum(tensor) if tensor.placements[0].is_replicate() else tensor.to_local()
 
 
 def replicate(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -2,6 +2,7 @@
 
 import __future__
 
+import functools
 import gc
 import hashlib
 import importlib
@@ -39,7 +40,9 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos
 import train
 from components.config import JobConfig, load_config
 from components.state.checkpoint import Checkpointer
+from components.state.init import initialize_weights
 from models.moe import MixtureBlock
+from models.parameters import Uniform
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from tests.ranks import Ranks, kept_ranks
@@ -233,6 +236,9 @@ def _observe(case: Case, device: torch.device) -> Observation:
     config = load_config(argv)
     _forget_groups(config, case.at_end is not None)
     run = train.build(config, device)
+    if config.model.lora.rank:
+        for stage in run.stages:
+            initialize_weights(stage, functools.partial(_not_zero, stage), config.debug.seed)
     checkpointer = Checkpointer(Path(case.folder), config.checkpoint, run.stages, run.optimizer)
     if case.folder:
         train.resume(run, checkpointer)
@@ -303,6 +309,11 @@ def _observe(case: Case, device: torch.device) -> Observation:
         extra,
         seconds,
     )
+
+
+def _not_zero(stage: Any, name: str) -> float | Uniform | None:
+    """Adapters start with B = 0: then neither A nor what A and B share out among ranks makes a difference."""
+    return 0.02 if name.endswith("lora_B") else stage.init_std(name)
 
 
 def _forget_groups(config: JobConfig, looked_at: bool) -> None:

@@ -46,11 +46,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "balance": ("none", "bias", "losses"),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
+    "lora": ("off", "all-linear"),
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
     *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "key_heads"),
-    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "compile"),
+    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "lora", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 _WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
@@ -67,6 +68,7 @@ BALANCE = {
     "bias": ("--experts.bias_update_speed", "0.01"),
     "losses": ("--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01"),
 }
+LORA = {"off": (), "all-linear": ("--lora.rank", "4", "--lora.alpha", "8")}
 OF_EXPERTS = {"ep", "router", "balance"}
 """Axes that make no difference to models without experts."""
 RARE = {"compile": 8}
@@ -140,6 +142,7 @@ class Layout:
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
             *("--metrics.dynamics_freq", "3"),
             *BALANCE[self["balance"]],
+            *LORA[self["lora"]],
         )
 
     def overrides(self) -> tuple[str, ...]:
@@ -212,6 +215,8 @@ def layout(**given: str) -> Layout:
         idle.append("splits")  # refused
     if values["model"] not in _WITH_EXPERTS:
         idle += OF_EXPERTS
+    else:
+        idle.append("lora")  # refused
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
     return found if found.shared_by % int(found["ep"]) == 0 else layout(**given | {"ep": "1"})  # refused
 

@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.state": (
         *("components.config", "components.counter_hash", "components.files", "components.data", "components.launch"),
-        *("models.hugging_face", *LAYOUT),
+        *("models.hugging_face", "models.parameters", *LAYOUT),
     ),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.replicas": ("components.launch", *LAYOUT),

@@ -210,7 +210,7 @@ def fill_gradients(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for name, parameter in zip(group["names"], group["params"], strict=True):
             parameter.grad = torch.zeros_like(parameter)
-            init._fill_normal(parameter.grad, 1e-2, key_of("gradient", name), torch.device("cpu"))
+            init._fill(parameter.grad, 1e-2, key_of("gradient", name), torch.device("cpu"))
 
 
 def give_equal_gradients() -> None:

@@ -26,6 +26,7 @@ def config_of(*overrides: str) -> JobConfig:
 
 TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
 METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
+LORA = ("--lora.rank", "4", "--lora.target_modules", '["wqq"]')
 KERNEL = "--model.attention_kernel"
 ROPE = "--model.rope_scaling."
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
@@ -132,6 +133,7 @@ CASES = [
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("rope scaling", (ROPE + "beta_fast", "16"), "does not take beta_fast; yarn would", "", ranks=1),
     Refused("rope scaling", (ROPE + "rope_type", "yarn"), "stretches nothing with factor = 1", "", ranks=1),
+    Refused("adapters", LORA, "wqq is no matrix of the layers; did you mean wq?", "error", ranks=1),
     Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused(

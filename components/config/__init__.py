@@ -10,6 +10,7 @@ from components.config.tables import (
     DataLoader,
     Float8,
     JobConfig,
+    Lora,
     LRScheduler,
     Model,
     Optimizer,

@@ -188,16 +188,22 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     if checkpointing.offload and (checkpointing.mode not in ("full", "selective") or per_op):
         reason = 'it moves the inputs of checkpointed layers: needs mode = "full", or "selective" and a number'
         yield "activation_checkpoint.offload", reason
-    float8 = "quantize.linear.float8"
+    checkpoint, float8 = config.checkpoint, "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'
         if f"{float8}.recipe_name" in config.origins:  # filter_fqns may stand there for later
             yield f"{float8}.recipe_name", reason
         if config.quantize.linear.float8.emulate:
             yield f"{float8}.emulate", reason
+    for key in ("alpha", "target_modules", "use_rslora"):
+        if f"model.lora.{key}" in config.origins and "model.lora.rank" not in config.origins:
+            yield f"model.lora.{key}", "needs lora.rank of 1 or more; 0 says that there are no adapters"
+    if config.model.lora.rank and config.model.converters:
+        yield "model.lora.rank", f"float8 would train matrices, which are frozen beside adapters: leave {float8} out"
+    if config.model.lora.rank and checkpoint.last_save_in_hf:
+        yield "model.lora.rank", "a Hugging Face folder has no place for adapters: checkpoint.last_save_in_hf = false"
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
-    checkpoint = config.checkpoint
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
         yield "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"
     if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:

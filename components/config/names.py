@@ -18,6 +18,9 @@ RENAMED: dict[str, tuple[str, str]] = {
     "model.tokenizer_path": ("model.hf_assets_path", "same"),
     "memory_estimation.disable_fake_mode": ("memory_estimation.fake_mode", "negate"),
     "parallelism.disable_loss_parallel": ("parallelism.loss_parallel", "negate"),
+    **{f"lora.{name}": (f"model.lora.{name}", "same") for name in ("rank", "alpha", "target_modules", "use_rslora")},
+    **{f"lora.{name}": ("model.lora.rank", "same") for name in ("r", "lora_r")},
+    "lora.lora_alpha": ("model.lora.alpha", "same"),
 }
 
 # Values that torchtitan spells differently.
@@ -140,6 +143,11 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("fsdp_sharding_strategy", "sharding_strategy"), f"{_SHARD}, {_REPLICATE} and {_RESHARD}"),
     "zero_stage": f'{_RESHARD}: "never" for stages 1 and 2, "always" for stage 3',
     **dict.fromkeys(("fsdp_backward_prefetch", "fsdp_forward_prefetch"), "parallelism.fsdp_prefetch_layers"),
+    # adapters
+    **dict.fromkeys(("lora_r", "lora_rank"), "lora.rank"),
+    "lora_alpha": "lora.alpha",
+    **dict.fromkeys(("lora_target_modules", "lora_target_linear"), 'lora.target_modules: "all-linear", or a list'),
+    **dict.fromkeys(("lora_dropout", "use_dora", "peft_use_dora"), "nothing: adapters have neither dropout nor norms"),
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
     "sequence_tensor_parallel": "parallelism.sequence_parallel",

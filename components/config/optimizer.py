@@ -32,7 +32,7 @@ class Optimizer:
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
     """Adam (arXiv:1412.6980) decays the weights through the gradient, AdamW (arXiv:1711.05101) directly. Muon
-    (arXiv:2502.16982) orthogonalises the momentum of the matrices of layers and experts; all others have AdamW."""
+    (arXiv:2502.16982) orthogonalises the momentum of matrices of layers, experts and adapters; the rest has AdamW."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
     beta1: Beta = 0.9
@@ -59,6 +59,8 @@ class Optimizer:
     """The matrices that choose a token's experts."""
     expert: Role = field(default_factory=Role)
     """The matrices of the experts."""
+    adapter: Role = field(default_factory=Role)
+    """Both matrices of each adapter."""
     head: Role = field(default_factory=Role)
     """The matrix from the last hidden state to the logits."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"

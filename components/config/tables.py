@@ -43,6 +43,20 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters (arXiv:2106.09685): A (rank, in) and B (out, rank) are trained, and nothing else is."""
+
+    rank: NonNegative = 0
+    """Rank of each adapter; 0 for none."""
+    alpha: PositiveFloat = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Matrices of the layers that have adapters, by their names here (wq) or in Hugging Face's files (q_proj)."""
+    use_rslora: bool = False
+    """alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Model:
     """Which model is trained."""
 
@@ -54,6 +68,8 @@ class Model:
     """A name of KERNELS in models/attention.py; auto takes the fastest."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     """Rotary frequencies of longer sequences."""
+    lora: Lora = field(default_factory=Lora)
+    """Adapters; a job file may say [lora] for [model.lora]."""
     hf_assets_path: PathName = "assets/tokenizer"
     """Tokenizer: a tiktoken rank file or tokenizer.json, or the folder that holds one."""
     converters: list[Literal["quantize.linear.float8"]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from components.config import ConfigError, Model, RopeScaling
+from components.config import ConfigError, Lora, Model, RopeScaling
 from components.files import digest, patiently, read_json
 from components.state.together import read_together
 
@@ -140,7 +140,8 @@ def chosen_model(config: dict[str, Any]) -> Model:
     """The table [model] of a run's job file, as far as it says which model it is."""
     model = config["model"]
     rope = {key: value for key, value in model.get("rope_scaling", {}).items() if hasattr(RopeScaling, key)}
-    return Model(name=model["name"], flavor=model["flavor"], rope_scaling=RopeScaling(**rope))
+    lora = {key: value for key, value in model.get("lora", {}).items() if hasattr(Lora, key)}
+    return Model(name=model["name"], flavor=model["flavor"], rope_scaling=RopeScaling(**rope), lora=Lora(**lora))
 
 
 def listed(there: list[Saved]) -> str:

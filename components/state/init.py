@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from components.counter_hash import chunks, key_of, mixed, shifted
+from models.parameters import Uniform
 from parallelize.sharding import own_slice
 
 
@@ -22,9 +23,12 @@ def give_memory(stages: list[nn.Module], device: torch.device) -> None:
 
 
 def initialize_weights(
-    model: nn.Module, init_std: Callable[[str], float | None], seed: int, device: torch.device | None = None
+    model: nn.Module,
+    init_std: Callable[[str], float | Uniform | None],
+    seed: int,
+    device: torch.device | None = None,
 ) -> None:
-    """Fill every parameter in place: normal with init_std(name), or ones where that is None.
+    """Fill every parameter in place: normal with init_std(name), uniform, or ones where that is None.
 
     device: computes the numbers, by default each parameter's own. Parameters that are offloaded to the CPU so have the
     bits that they would have on the GPU.
@@ -35,17 +39,23 @@ def initialize_weights(
             if std is None:
                 parameter.fill_(1.0)
             else:
-                _fill_normal(parameter, std, key_of(seed, name), device or parameter.device)
+                _fill(parameter, std, key_of(seed, name), device or parameter.device)
 
 
-def _fill_normal(parameter: Tensor, std: float, key: int, device: torch.device) -> None:
+def _fill(parameter: Tensor, std: float | Uniform, key: int, device: torch.device) -> None:
     local, _ = own_slice(parameter)
     for rows, indices in chunks(parameter, device):
-        local.view(-1, local.shape[-1])[rows].copy_(_normal(indices(), key).mul_(std))
+        drawn = _uniform(indices(), key) * std.bound if isinstance(std, Uniform) else _normal(indices(), key).mul_(std)
+        local.view(-1, local.shape[-1])[rows].copy_(drawn)
 
 
 def _normal(indices: Tensor, key: int) -> Tensor:
     """Standard normal float32 numbers, within 5.2 of zero, for int64 indices, which are overwritten."""
+    return _uniform(indices, key).erfinv_().mul_(math.sqrt(2))
+
+
+def _uniform(indices: Tensor, key: int) -> Tensor:
+    """Uniform float32 numbers between -1 and 1, for int64 indices, which are overwritten."""
     # 23 high bits b give (2 b + 1) / 2^23 - 1: exact in float32, symmetric, never -1 or 1.
     odd = shifted(mixed(indices, key), 41).mul_(2).add_(1 - (1 << 23))
-    return odd.to(torch.float32).mul_(2.0**-23).erfinv_().mul_(math.sqrt(2))
+    return odd.to(torch.float32).mul_(2.0**-23)

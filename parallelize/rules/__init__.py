@@ -96,6 +96,12 @@ RULES = [
         model.rope_misfit,
         "Each kind of stretching has its own settings; one that nobody reads would be a mistake that nobody sees.",
     ),
+    Rule(
+        "model.lora.target_modules",
+        model.lora_misfit,
+        "A name that no matrix has would be a matrix without an adapter, which nobody sees. Experts are stacks of "
+        "matrices: it would take an A and a B for each.",
+    ),
     Rule("compile.backend", compile.backend_misfit, "torch has no such backend."),
     _pipeline(
         "pipeline_parallel_schedule",

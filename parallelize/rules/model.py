@@ -31,6 +31,21 @@ def kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
     return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
 
 
+def lora_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.model.lora.rank:
+        return ""
+    from models import meta_model
+    from models.moe import MixtureConfig
+
+    if isinstance(sizes_of(config), MixtureConfig):
+        return f"{config.model.name} has experts, which cannot have adapters; a model without experts would do"
+    try:
+        meta_model(config.model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def rope_misfit(config: JobConfig, degrees: Degrees) -> str:
     asked, default = config.model.rope_scaling, RopeScaling()
     taken = _OF_TYPE.get(asked.rope_type, set())
