@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import JobConfig, load_config
+from components.config import JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
@@ -34,9 +34,11 @@ from components.metrics.profiling import profiling
 from components.metrics.stragglers import Stragglers
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
 from components.replicas import Replicas
+from components.state.adapters import export_adapters
+from components.state.base import hash_of_base
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
-from components.state.weights import export, load_weights
+from components.state.weights import export
 from models import meta_model, sizes
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
@@ -136,17 +138,16 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
 def resume(run: Run, checkpointer: Checkpointer) -> None:
     """Continue from this run's newest good checkpoint, or start from the one that initial_load_path names.
 
-    Raises ConfigError if the data order or the global batch differs from the checkpoint's.
+    That has the base of adapters, which checkpoints do not hold. Raises ConfigError if the base, the data order or the
+    global batch differs from the checkpoint's.
     """
-    checkpoint = run.config.checkpoint
-    state = checkpointer.load() if checkpoint.enable else None
-    if state is None and checkpoint.initial_load_path:
-        if checkpoint.initial_load_in_hf:
-            load_weights(run.stages, Path(checkpoint.initial_load_path))
-        else:
-            state = checkpointer.load_initial()
-        if state is None:
-            print_on_rank_0(f"weights from {checkpoint.initial_load_path}")
+    saves = run.config.checkpoint.enable
+    if checkpointer.adapted:
+        checkpointer.load_initial()
+        checkpointer.base = hash_of_base(run.stages, run.mesh["pp"].get_group()) if saves else ""
+    state = checkpointer.load() if saves else None
+    if state is None and not checkpointer.adapted:
+        state = checkpointer.load_initial()
     if state is None:
         return
     if "train_state" not in checkpointer.excluded:
@@ -300,11 +301,14 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
 
 
 def export_weights(run: Run, checkpointer: Checkpointer) -> None:
-    """Write the last checkpoint's weights for Hugging Face too."""
+    """Write the last checkpoint's weights for Hugging Face too; of adapters, for PEFT."""
     config = run.config
     saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / "hugging_face"
-    model = meta_model(config.model)
-    export(model, saved, target, config.model.hf_assets_path, getattr(torch, config.checkpoint.export_dtype))
+    dtype = getattr(torch, config.checkpoint.export_dtype)
+    if config.model.lora.rank:
+        export_adapters(to_dict(config), saved, target, dtype)
+    else:
+        export(meta_model(config.model), saved, target, config.model.hf_assets_path, dtype)
 
 
 def main(argv: list[str]) -> int:

@@ -119,14 +119,15 @@ def disk(job: Job) -> str:
     if not checkpoint.enable or checkpoint.load_only:
         return "no checkpoint is saved"
     model = meta_model(job.config.model, job.config.training.dtype)
-    size = sum(each.nbytes for each in model.parameters()) + state_bytes([model], job.config.optimizer)
+    kept = [each for each in model.parameters() if each.requires_grad or not model.adapted]
+    size = sum(each.nbytes for each in kept) + state_bytes([model], job.config.optimizer)
     free = shutil.disk_usage(_nearest(job.checkpoints)).free
-    kept = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1
+    more = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1
     said = f"{free / _GIB:,.1f} GiB are free, a checkpoint takes {size / _GIB:,.1f} GiB"
     if free < size:
         raise ConfigError(f"{job.checkpoints}: {said}")
-    short = checkpoint.keep_latest_k and free < kept * size
-    return said + (f"; too little for {kept} more (checkpoint.keep_latest_k)" if short else "")
+    short = checkpoint.keep_latest_k and free < more * size
+    return said + (f"; too little for {more} more (checkpoint.keep_latest_k)" if short else "")
 
 
 def memory(job: Job) -> str:

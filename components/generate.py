@@ -11,6 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,8 @@ from components.data.tokenizer import Tokenizer, load_tokenizer
 from components.files import read_json_as
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
+from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint
-from components.state.tensors import load_tensors
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
 from models.attention import AttentionCore, Visible
@@ -67,11 +68,7 @@ def _open_run(folder: Path, step: int | None) -> Source:
     config, checkpoint = find_checkpoint(folder, step)
     chosen = chosen_model(config)
     check_model(JobConfig(model=chosen))
-
-    def load(model: nn.Module) -> None:
-        tensors = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters()}
-        load_tensors(tensors, checkpoint, convert=True)
-
+    load = partial(load_run, config=config, checkpoint=checkpoint)
     said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     return Source(chosen.name, meta_model(chosen), config["model"]["hf_assets_path"], said, load)
 

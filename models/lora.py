@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.parameters import set_trained
+from models.parameters import is_adapter, set_trained
 
 
 class Adapters(Protocol):
@@ -72,6 +72,16 @@ def add_adapters(model: Any, config: Adapters) -> None:
             setattr(model.get_submodule(f"layers.{parent}"), own, adapted)
     model.adapted = True
     set_trained(model)
+
+
+def merged(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of the same model without adapters, by name: W + scale B A, summed in float32."""
+    weights = {name: each.detach() for name, each in model.named_parameters() if not is_adapter(name)}
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            added = module.scale * module.lora_B.detach().float() @ module.lora_A.detach().float()
+            weights[f"{name}.weight"] = module.weight.detach().float() + added
+    return weights
 
 
 def _name_there(model: Any, name: str) -> str:

@@ -61,6 +61,11 @@ KINDS: dict[str, Kind] = {
 """Pattern -> kind, of a transformer. A pattern names a parameter or a module around it; the longest pattern counts."""
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name is a matrix of an adapter."""
+    return name.rpartition(".")[2] in ADAPTERS
+
+
 def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Kind:
     """A parameter's kind, not trained if a pattern in frozen covers its name. Raises ValueError for an unknown name."""
     covering = [pattern for pattern in kinds if covers(pattern, name)]

@@ -11,7 +11,17 @@ from models.attention import Visibility, Visible
 from models.config import TransformerConfig
 from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, FeedForward, Head
-from models.parameters import ADAPTERS, KINDS, TIED_EMBEDDING, Kind, Uniform, check_frozen, find_kind, set_trained
+from models.parameters import (
+    ADAPTERS,
+    KINDS,
+    TIED_EMBEDDING,
+    Kind,
+    Uniform,
+    check_frozen,
+    find_kind,
+    is_adapter,
+    set_trained,
+)
 from models.rotary import rotary_cos_sin, rotary_frequencies
 
 
@@ -122,11 +132,11 @@ class Transformer(nn.Module):
         return replace(kind, trained=False) if self.adapted else kind
 
     def hf_name(self, name: str) -> str | Part:
-        """Hugging Face's name of a parameter, or its part of a tensor there; empty if there is none.
+        """Hugging Face's name of a parameter, or its part of a tensor there; empty if there is none, as of adapters.
 
         A * stands for the index along the first dimension: there each of these is a tensor of its own.
         """
-        return hugging_face_name(name, self.hf_names)
+        return "" if is_adapter(name) else hugging_face_name(name, self.hf_names)
 
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's precision in a Hugging Face folder whose precision is dtype."""

@@ -30,6 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         *("components.config", "components.counter_hash", "components.files", "components.data", "components.launch"),
         *("models.hugging_face", "models.parameters", *LAYOUT),
     ),
+    "components.state.adapters": ("components", "models", *LAYOUT),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.replicas": ("components.launch", *LAYOUT),
     "components.guards": ("components.config", "components.data", "components.files", "components.launch", *LAYOUT),

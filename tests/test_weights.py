@@ -19,7 +19,7 @@ from torch import Tensor
 import train
 from components.config import ConfigError, Model, load_config
 from components.start import check_initial_weights
-from components.state import weights
+from components.state import checkpoint, weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
 from models.moe import MixtureConfig
@@ -150,7 +150,7 @@ def _anonymous_bytes() -> int:
 
 
 def _count_reads() -> None:
-    read, load = weights.Folder.read, train.load_weights
+    read, load = weights.Folder.read, checkpoint.load_weights
 
     def counted(self: weights.Folder, *arguments: Any) -> Tensor:
         tensor = read(self, *arguments)
@@ -171,7 +171,7 @@ def _count_reads() -> None:
         done.set()
         thread.join()
 
-    vars(train)["load_weights"] = watched
+    vars(checkpoint)["load_weights"] = watched
     weights.Folder.read = counted  # type: ignore[method-assign, assignment]
 
 

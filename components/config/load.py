@@ -200,8 +200,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield f"model.lora.{key}", "needs lora.rank of 1 or more; 0 says that there are no adapters"
     if config.model.lora.rank and config.model.converters:
         yield "model.lora.rank", f"float8 would train matrices, which are frozen beside adapters: leave {float8} out"
-    if config.model.lora.rank and checkpoint.last_save_in_hf:
-        yield "model.lora.rank", "a Hugging Face folder has no place for adapters: checkpoint.last_save_in_hf = false"
+    if config.model.lora.rank and not checkpoint.initial_load_model_only:
+        yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone: true would do"
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:

@@ -74,7 +74,8 @@ class Checkpoint:
     async_mode: Literal["disabled", "async"] = "disabled"
     """async: training goes on once the tensors are copied to host memory; a thread writes and publishes the copy."""
     initial_load_path: PathName | None = None
-    """Start from this checkpoint (a step-N folder, or a folder of them) if the run has no checkpoint of its own."""
+    """Start from this checkpoint (a step-N folder, or a folder of them) if the run has no checkpoint of its own. With
+    adapters, their base: read at every start, since checkpoints do not hold it."""
     initial_load_model_only: bool = True
     """Take only the weights from initial_load_path; optimizer, data and step start anew."""
     initial_load_in_hf: bool = False
@@ -84,7 +85,8 @@ class Checkpoint:
     last_save_model_only: bool = False
     """The checkpoint of the last step holds only weights; such a run cannot be continued."""
     last_save_in_hf: bool = False
-    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face."""
+    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face. Of adapters,
+    those alone, as PEFT's."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from components.config import ConfigError
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
+from components.state.adapters import export_adapters, merge
 from components.state.folder import chosen_model, find_checkpoint
 from components.state.show import diff, ls, open_checkpoint, verify
 from components.state.weights import export
@@ -20,11 +21,11 @@ from parallelize.groups import init_distributed
 def main(argv: list[str]) -> int:
     """The command line; returns an exit code: 1 where verify finds a fault or diff a difference. Raises ConfigError."""
     options = _parser().parse_args(argv)
-    if options.command == "export" and options.folder.exists():
+    if options.command in ("export", "merge") and options.folder.exists():
         raise ConfigError(f"{options.folder}: is there already")
     if not dist.is_initialized():
         init_distributed(300)
-    if options.command == "export":
+    if options.command in ("export", "merge"):
         return _export(options)
     lines, good = [], True
     if options.command == "ls":
@@ -40,11 +41,14 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m components.state", description=__doc__)
     commands = parser.add_subparsers(required=True, dest="command")
-    command = commands.add_parser("export", help="a run's checkpoint for Hugging Face")
-    command.add_argument("run", type=Path, help="a run's dump_folder")
-    command.add_argument("folder", type=Path, help="folder to write; must not exist")
-    command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
-    command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
+    exporting = commands.add_parser("export", help="a run's checkpoint for Hugging Face; of adapters, for PEFT")
+    merging = commands.add_parser("merge", help="a run's adapters and their base as one model for Hugging Face")
+    for command in (exporting, merging):
+        command.add_argument("run", type=Path, help="a run's dump_folder")
+        command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
+        command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
+    exporting.add_argument("folder", type=Path, help="folder to write; must not exist")
+    merging.add_argument("--to", dest="folder", type=Path, required=True, help="likewise")
     command = commands.add_parser("ls", help="steps, sizes, when, how many ranks wrote, which branch")
     command.add_argument("run", type=Path, help="a run's dump_folder, or a folder of checkpoints")
     command = commands.add_parser("verify", help="compare every file with the size and hash in the manifest")
@@ -58,8 +62,15 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
-    model = meta_model(chosen_model(config))
-    export(model, checkpoint, options.folder, config["model"]["hf_assets_path"], getattr(torch, options.dtype))
+    chosen, dtype = chosen_model(config), getattr(torch, options.dtype)
+    if options.command == "merge":
+        if not chosen.lora.rank:
+            raise ConfigError(f"{options.run}: trained without adapters; export would do")
+        merge(config, checkpoint, options.folder, dtype)
+    elif chosen.lora.rank:
+        export_adapters(config, checkpoint, options.folder, dtype)
+    else:
+        export(meta_model(chosen), checkpoint, options.folder, config["model"]["hf_assets_path"], dtype)
     print(f"{checkpoint} -> {options.folder}")
     return ExitCode.DONE
 

@@ -35,6 +35,8 @@ from components.state.folder import VERSION, Branch, Saved, check_state, fault, 
 from components.state.tensors import fill_copies, load_tensors
 from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
+from components.state.weights import load_weights
+from models.parameters import is_adapter
 from parallelize.groups import patient_group, print_on_rank_0
 
 STAGING = ".staging-"
@@ -57,6 +59,9 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)
         self.branch = Branch()
+        self.adapted = any(getattr(stage, "adapted", False) for stage in stages)
+        self.base = ""
+        """Hash of the weights beside adapters, which a checkpoint then does not have; empty for a model without."""
         self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
         """Parts that this start does not load: none of exclude_from_loading where that has been done before."""
 
@@ -71,6 +76,7 @@ class Checkpointer:
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
         lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
+        lineage |= {"base": self.base} if self.base else {}
         state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
             self._save(tensors, state)
@@ -106,11 +112,22 @@ class Checkpointer:
         return state
 
     def load_initial(self) -> dict[str, Any] | None:
-        """Start from checkpoint.initial_load_path; returns its state, or None if only the weights are taken.
+        """Start from checkpoint.initial_load_path; returns its state, or None if only weights are taken, or nothing.
 
         Raises ConfigError if nothing there verifies, or if the tensors do not fit the model.
         """
-        path, model_only = Path(self.config.initial_load_path or ""), self.config.initial_load_model_only
+        if not self.config.initial_load_path:
+            return None
+        path, model_only = Path(self.config.initial_load_path), self.config.initial_load_model_only
+        if self.config.initial_load_in_hf:
+            load_weights(self.stages, path)
+        state = None if self.config.initial_load_in_hf else self._load_checkpoint(path, model_only)
+        if state is None:
+            print_on_rank_0(f"weights from {path}")
+        return state
+
+    def _load_checkpoint(self, path: Path, model_only: bool) -> dict[str, Any] | None:
+        """The newest good one of a folder, or a step-N folder itself."""
         there = read_together(lambda: saved_in(path) or [Saved(0, path, peek(path))], first_only=True)[0]
         reasons = [] if there[0].folder != path else [f"{path}: no step-N folder in it"]
         for saved in reversed(there):
@@ -126,12 +143,18 @@ class Checkpointer:
         raise ConfigError(f"checkpoint.initial_load_path: {'; '.join(reasons)}")
 
     def load_folder(self, saved: Saved, model_only: bool = False) -> dict[str, Any]:
-        """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state."""
+        """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state.
+
+        model_only: without adapters, if the model has some, which no checkpoint of a base has.
+        """
         check_state(saved)
+        if self.base and (there := (saved.state or {}).get("base")) != self.base:
+            reason = f"its adapters were trained on another base, {there}; this one is {self.base}"
+            raise ConfigError(f"{saved.folder} is refused: {reason}: look at checkpoint.initial_load_path")
         with_optimizer = not (model_only or "optimizer" in self.excluded)
         if with_optimizer:
             _allocate_state(self.optimizer)
-        named = [*self._named_tensors(with_optimizer)]
+        named = [*self._named_tensors(with_optimizer, of_base=model_only)]
         tensors = dict(named)
         load_tensors(tensors, saved.folder, self._group, convert=model_only)
         fill_copies(named, tensors)
@@ -143,14 +166,17 @@ class Checkpointer:
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         return dict(self._named_tensors(with_optimizer))
 
-    def _named_tensors(self, with_optimizer: bool) -> Iterator[tuple[str, Tensor]]:
+    def _named_tensors(self, with_optimizer: bool, of_base: bool = False) -> Iterator[tuple[str, Tensor]]:
         """What is saved, by layout-free names; loading writes into the same tensors.
+
+        Of a model with adapters these alone, or with of_base all others.
 
         A rank with both ends of a pipeline has a tied table, and its moments, twice.
         """
         for stage in self.stages:
             for name, parameter in stage.named_parameters():
-                yield f"model.{name}", parameter.detach()
+                if not self.adapted or is_adapter(name) != of_base:
+                    yield f"model.{name}", parameter.detach()
         for name, state, key in self._kept() if with_optimizer else ():
             value = state[key]
             yield name, value if isinstance(value, Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])

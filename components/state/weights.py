@@ -8,7 +8,7 @@ and checkpoint.initial_load_in_hf starts a run from such a folder. The model def
 
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
 from models.hugging_face import Part
+from models.parameters import is_adapter
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
@@ -142,7 +143,7 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
-    """Fill every parameter from a folder that check_weights has accepted; each rank reads only its own slices.
+    """Fill all but adapters from a folder that check_weights has accepted; each rank reads only its own slices.
 
     Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
     """
@@ -153,6 +154,8 @@ def load_weights(stages: list[nn.Module], path: Path) -> None:
 def _fill(stages: list[nn.Module], folder: Folder) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
+            if is_adapter(name):
+                continue
             local, offset = own_slice(parameter.detach())
             where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
             part = _part(stage.hf_name(name))  # type: ignore[operator]
@@ -170,14 +173,16 @@ def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) 
         target.copy_(part.turned(folder.read(part.name, part.where(where))))
 
 
-def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str, dtype: torch.dtype) -> None:
-    """Write a checkpoint's weights as a folder that transformers loads; ranks share the files. Replaces what is there.
+def export(
+    model: HuggingFaceModel, source: Path | Mapping[str, Tensor], path: Path, tokenizer: str, dtype: torch.dtype
+) -> None:
+    """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces one there.
 
-    model: the whole model, on the meta device. Each rank holds one file's tensors at a time. Raises OSError on every
-    rank if any rank cannot write; an earlier folder is then untouched.
+    model: the whole model, on the meta device. Ranks share the files, and hold one file's tensors at a time. Raises
+    OSError on every rank if any rank cannot write; an earlier folder is then untouched.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    staging, replaced = (path.with_name(f".{kind}-{path.name}") for kind in ("staging", "replaced"))
+    staging = path.with_name(f".staging-{path.name}")
     parts = _files(model, dtype)
     names = [f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))]
     if len(parts) == 1:
@@ -187,13 +192,16 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
 
-    def write(reader: Reader) -> None:
+    def write() -> None:
         from safetensors.torch import save_file
 
         for number in range(rank, len(parts), ranks):
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
-            with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
-                dcp.load(tensors, storage_reader=reader, no_dist=True)
+            if reader is None:
+                tensors = {f"model.{name}": weights[name] for name in parts[number]}
+            else:
+                with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
+                    dcp.load(tensors, storage_reader=reader, no_dist=True)
             theirs: dict[str, Tensor] = {}
             for name in parts[number]:
                 for part, piece in _pieces(model, name, tensors.pop(f"model.{name}")):
@@ -220,20 +228,28 @@ def export(model: HuggingFaceModel, checkpoint: Path, path: Path, tokenizer: str
         tokens = export_tokenizer(tokenizer, staging)
         kind = str(dtype).removeprefix("torch.")
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.exists():
-            path.rename(replaced)
-        staging.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(staging, path)
 
+    reader = open_reader(source) if isinstance(source, Path) else None
+    weights = {} if isinstance(source, Path) else source
     try:
         together(begin, first_only=True)
-        reader = open_reader(checkpoint)
-        _check_left_out(model, reader)
-        together(lambda: write(reader))
+        if reader is not None:
+            _check_left_out(model, reader)
+        together(write)
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+
+
+def put_in_place(staging: Path, path: Path) -> None:
+    """Rename a written folder to its name, in place of what has it."""
+    replaced = path.with_name(f".replaced-{path.name}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    staging.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:

@@ -1,0 +1,175 @@
+"""Files of runs with adapters: checkpoints without the base, and what becomes of another base."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from components.config import Model, load_config, to_dict
+from components.files import write_json
+from components.start import check_initial_weights
+from components.state.__main__ import main
+from components.state.adapters import merge
+from components.state.base import hash_of_base, load_run
+from components.state.checkpoint import Checkpointer
+from components.state.weights import export
+from models import meta_model
+from models.parameters import is_adapter
+from parallelize.groups import gather
+from tests.harness import broken_bars, observe, whole_weights
+from tests.small import RECIPE, SMALL
+
+ADAPTED = ("--lora.rank", "4", "--checkpoint.enable", "true")
+TP = ("--parallelism.tensor_parallel_degree", "2")
+PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "9")
+FSDP = ("--training.local_batch_size", "18")
+
+
+def saved_names(run: train.Run) -> set[str]:
+    """The weights in a checkpoint of all ranks."""
+    tensors = Checkpointer(Path(), run.config.checkpoint, run.stages, run.optimizer)._tensors(with_optimizer=False)
+    return {name for names in gather([*tensors]) for name in names}
+
+
+def base_of(run: train.Run) -> str:
+    return hash_of_base(run.stages, run.mesh["pp"].get_group())
+
+
+def test_a_checkpoint_has_adapters_and_not_the_base(tmp_path: Path) -> None:
+    observed = observe(*ADAPTED, folder=str(tmp_path), at_end=saved_names)
+    assert observed.extra == {f"model.{name}" for name in observed.gradients}
+    size = sum(file.stat().st_size for file in (tmp_path / "step-3").glob("*.distcp"))
+    assert size < sum(weight.nbytes for weight in observed.weights.values()) / 2
+
+
+@pytest.mark.parametrize("layout", [TP, PP, FSDP, (*TP, *FSDP)], ids=["tp", "pp", "fsdp", "tp, fsdp"])
+def test_the_hash_of_the_base_is_the_same_at_every_layout(layout: tuple[str, ...]) -> None:
+    ranks = 4 if layout == (*TP, *FSDP) else 2
+    one = observe(*ADAPTED, steps=1, at_end=base_of).extra
+    assert observe(*ADAPTED, *layout, ranks=ranks, steps=1, at_end=base_of).extra == one
+    assert observe(*ADAPTED, "--debug.seed", "1", steps=1, at_end=base_of).extra != one
+
+
+@pytest.mark.parametrize("layout", [(), TP], ids=["one", "tp"])
+def test_a_resumed_run_is_the_whole_one(layout: tuple[str, ...], tmp_path: Path) -> None:
+    whole = observe(*ADAPTED, steps=4)
+    first = observe(*ADAPTED, *layout, ranks=1 + bool(layout), steps=2, folder=str(tmp_path))
+    rest = observe(*ADAPTED, steps=2, folder=str(tmp_path))
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    assert first.losses == pytest.approx(whole.losses[:2], rel=1e-6)
+
+
+def test_a_resume_with_another_base_is_refused(tmp_path: Path) -> None:
+    observe(*ADAPTED, steps=1, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match="adapters were trained on another base"):
+        observe(*ADAPTED, "--debug.seed", "1", steps=1, folder=str(tmp_path))
+
+
+def test_a_base_is_the_checkpoint_of_another_run(tmp_path: Path) -> None:
+    base = observe("--checkpoint.enable", "true", steps=2, folder=str(tmp_path / "base"))
+    start = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"))
+    one = observe(*start, steps=2, folder=str(tmp_path / "one"))
+    for name, weight in base.weights.items():
+        assert torch.equal(one.weights[name], weight), name
+    two = observe(*start, *TP, ranks=2, steps=2, folder=str(tmp_path / "two"))
+    assert broken_bars(two, one) == {}
+    again = observe(*start, steps=1, folder=str(tmp_path / "one"))
+    assert torch.equal(again.weights["layers.0.attention.wq.weight"], base.weights["layers.0.attention.wq.weight"])
+
+
+def loaded(run: train.Run, config: dict[str, Any], checkpoint: Path) -> float:
+    """The largest difference of a run's weights from those that load_run gives."""
+    model = meta_model(run.config.model).to_empty(device="cpu")
+    load_run(model, config, checkpoint)
+    weights = dict(run.stages[0].named_parameters())
+    return max((each - weights[name]).abs().max().item() for name, each in model.named_parameters())
+
+
+def test_generation_has_base_and_adapters(tmp_path: Path) -> None:
+    observe("--checkpoint.enable", "true", steps=2, folder=str(tmp_path / "base"))
+    words = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"))
+    config = to_dict(load_config(["--job.config_file", str(RECIPE), *SMALL, *words]))
+    check = partial(loaded, config=config, checkpoint=tmp_path / "run" / "step-2")
+    assert observe(*words, steps=2, folder=str(tmp_path / "run"), at_end=check).extra == 0
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens).float()
+
+
+def exported(run: train.Run, folder: Path, base: Path) -> torch.Tensor:
+    """Write run.json, and the base without adapters; then export and merge by the command, and return our logits."""
+    write_json(folder / "run.json", {"config": to_dict(run.config)})
+    weights = dict(whole_weights(run))
+    model = meta_model(run.config.model).to_empty(device="cpu")
+    model.load_state_dict(weights)
+    plain = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+    chosen = Model(name=run.config.model.name, flavor=run.config.model.flavor)
+    export(meta_model(chosen), plain, base, run.config.model.hf_assets_path, torch.float32)
+    for words in (
+        ["export", str(folder), str(folder / "peft")],
+        ["merge", str(folder), "--to", str(folder / "merged")],
+    ):
+        assert main(words) == 0
+    return logits(model, TOKENS)
+
+
+TOKENS = torch.arange(3, 51).view(2, 24)
+FILES = {
+    "llama, fsdp 2 x tp 2, compiled": (
+        4,
+        ("--model.name", "llama", *TP, *FSDP, "--compile.enable", "true", "--compile.backend", "aot_eager"),
+    ),
+    "qwen3, q and v": (1, ("--model.name", "qwen3", "--lora.target_modules", '["q_proj", "wv"]')),
+    "qwen2, rslora": (1, ("--model.name", "qwen2", "--lora.use_rslora", "true")),
+}
+
+
+@pytest.mark.parametrize(("ranks", "words"), FILES.values(), ids=FILES)
+def test_peft_and_transformers_have_our_logits(
+    ranks: int, words: tuple[str, ...], tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    checkpoints = tmp_path / "checkpoint"
+    options: dict[str, Any] = {"ranks": ranks, "steps": 2, "folder": str(checkpoints)}
+    settings = (*ADAPTED, "--lora.alpha", "24", *words, "--job.dump_folder", str(tmp_path))
+    ours = observe(*settings, **options, at_end=partial(exported, folder=tmp_path, base=tmp_path / "base")).extra
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    recwarn.clear()
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
+    assert [str(each.message) for each in recwarn if not issubclass(each.category, FutureWarning)] == []
+    found = theirs(TOKENS).logits
+    assert (found - ours).norm() <= 1e-5 * ours.norm()
+    with theirs.disable_adapter():
+        assert (theirs(TOKENS).logits - ours).norm() > 1e-3 * ours.norm()
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert (whole(TOKENS).logits - ours).norm() <= 1e-5 * ours.norm()
+
+
+def merged_onto_another(run: train.Run, folder: Path) -> None:
+    config = to_dict(run.config)
+    merge(config | {"debug": config["debug"] | {"seed": 1}}, folder / "step-1", folder / "merged", torch.float32)
+
+
+def test_adapters_are_not_merged_onto_another_base(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="trained on another base"):
+        observe(*ADAPTED, steps=1, folder=str(tmp_path), at_end=partial(merged_onto_another, folder=tmp_path))
+
+
+def as_folder(run: train.Run, path: Path) -> None:
+    export(meta_model(run.config.model), whole_weights(run), path, run.config.model.hf_assets_path, torch.float32)
+
+
+def test_a_base_is_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    base = observe(steps=1, at_end=partial(as_folder, path=tmp_path / "base"))
+    words = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"), "--checkpoint.initial_load_in_hf")
+    check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *words]))
+    one = observe(*words, steps=2, folder=str(tmp_path / "one"))
+    for name, weight in base.weights.items():
+        assert torch.equal(one.weights[name], weight), name
+    assert all(one.first_weights[name].any() for name in one.gradients)
+    assert broken_bars(observe(*words, *TP, ranks=2, steps=2, folder=str(tmp_path / "two")), one) == {}
