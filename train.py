@@ -34,7 +34,7 @@ from components.metrics.profiling import profiling
 from components.metrics.stragglers import Stragglers
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
 from components.replicas import Replicas
-from components.state.adapters import export_adapters
+from components.state.adapters import export_adapters, load_adapters
 from components.state.base import hash_of_base
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
@@ -148,6 +148,8 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     state = checkpointer.load() if saves else None
     if state is None and not checkpointer.adapted:
         state = checkpointer.load_initial()
+    if state is None and (adapters := run.config.model.lora.initial_load_path):
+        load_adapters(run.stages, Path(adapters))
     if state is None:
         return
     if "train_state" not in checkpointer.excluded:

@@ -129,10 +129,16 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
 
 
 def check_initial_weights(config: JobConfig) -> None:
-    """Raises ConfigError where checkpoint.initial_load_in_hf asks for weights that do not fit, with every misfit.
+    """Raises ConfigError, with every misfit, where a folder to start from does not fit.
 
-    Also where initial_load_in_hf_quantized does not say what the folder has.
+    Of Hugging Face (checkpoint.initial_load_in_hf), also where initial_load_in_hf_quantized does not say what it has;
+    of PEFT (lora.initial_load_path).
     """
+    if config.model.lora.initial_load_path:
+        from components.state.adapters import check_adapters
+        from models import meta_model
+
+        check_adapters(meta_model(config.model), config.model.lora, Path(config.model.lora.initial_load_path))
     checkpoint = config.checkpoint
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import train
-from components.config import Model, load_config, to_dict
+from components.config import ConfigError, Model, load_config, to_dict
 from components.files import write_json
 from components.start import check_initial_weights
 from components.state.__main__ import main
@@ -137,7 +137,8 @@ def test_peft_and_transformers_have_our_logits(
     checkpoints = tmp_path / "checkpoint"
     options: dict[str, Any] = {"ranks": ranks, "steps": 2, "folder": str(checkpoints)}
     settings = (*ADAPTED, "--lora.alpha", "24", *words, "--job.dump_folder", str(tmp_path))
-    ours = observe(*settings, **options, at_end=partial(exported, folder=tmp_path, base=tmp_path / "base")).extra
+    observed = observe(*settings, **options, at_end=partial(exported, folder=tmp_path, base=tmp_path / "base"))
+    ours = observed.extra
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     recwarn.clear()
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
@@ -148,6 +149,14 @@ def test_peft_and_transformers_have_our_logits(
         assert (theirs(TOKENS).logits - ours).norm() > 1e-3 * ours.norm()
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert (whole(TOKENS).logits - ours).norm() <= 1e-5 * ours.norm()
+    theirs.save_pretrained(tmp_path / "saved")
+    start = (*settings, "--lora.initial_load_path", str(tmp_path / "saved"))
+    check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *start]))
+    began = observe(*start, ranks=ranks, steps=0, folder=str(tmp_path / "began")).first_weights
+    for name in observed.gradients:
+        assert torch.equal(began[name], observed.weights[name]), name
+    with pytest.raises(ConfigError, match=r"rank = 4 there and 8 here"):
+        check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *start, "--lora.rank", "8"]))
 
 
 def merged_onto_another(run: train.Run, folder: Path) -> None:

@@ -12,13 +12,15 @@ class Unavailable(NamedTuple):
     """If one of these keys is off, any value passes: files list tables that are off."""
 
 
+_LORA = ("rank", "alpha", "target_modules", "use_rslora", "initial_load_path")
+
 # Old name -> (key here, function of the value). A double negative gets a positive twin.
 RENAMED: dict[str, tuple[str, str]] = {
     "metrics.disable_color_printing": ("metrics.color_printing", "negate"),
     "model.tokenizer_path": ("model.hf_assets_path", "same"),
     "memory_estimation.disable_fake_mode": ("memory_estimation.fake_mode", "negate"),
     "parallelism.disable_loss_parallel": ("parallelism.loss_parallel", "negate"),
-    **{f"lora.{name}": (f"model.lora.{name}", "same") for name in ("rank", "alpha", "target_modules", "use_rslora")},
+    **{f"lora.{name}": (f"model.lora.{name}", "same") for name in _LORA},
     **{f"lora.{name}": ("model.lora.rank", "same") for name in ("r", "lora_r")},
     "lora.lora_alpha": ("model.lora.alpha", "same"),
 }

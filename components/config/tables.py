@@ -54,6 +54,8 @@ class Lora:
     """Matrices of the layers that have adapters, by their names here (wq) or in Hugging Face's files (q_proj)."""
     use_rslora: bool = False
     """alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    initial_load_path: PathName | None = None
+    """Start from the adapters of this folder of PEFT's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from components.config import Lora
-from components.files import write_json
+from components.config import ConfigError, Lora
+from components.files import read_json, write_json
 from components.state.base import check_base, load_run
 from components.state.folder import chosen_model
-from components.state.tensors import load_tensors
-from components.state.together import together
-from components.state.weights import export, put_in_place
+from components.state.tensors import check_finite, load_tensors
+from components.state.together import read_together, together
+from components.state.weights import Folder, export, put_in_place
 from models import meta_model
 from models.lora import merged
 from models.parameters import is_adapter
+from parallelize.sharding import own_slice
 
 
 def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
@@ -59,6 +61,51 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         put_in_place(staging, path)
 
     together(write, first_only=True)
+
+
+def check_adapters(model: Any, asked: Lora, path: Path) -> None:
+    """Raises ConfigError with every misfit between a folder of PEFT's and the (whole) model's adapters."""
+    try:
+        given = read_json(path / "adapter_config.json")
+        found = {ours: given.get(theirs, default) for ours, (theirs, default) in _SETTINGS.items()}
+        unknown = [key for key in _UNKNOWN if given.get(key)]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    wanted = {key: getattr(asked, key) for key in found}
+    misfits = [f"{key} = {found[key]} there and {wanted[key]} here" for key in found if found[key] != wanted[key]]
+    misfits += [f"{key} is not available" for key in unknown]
+    there = Folder(path).shapes()
+    here = {_name_there(model, name): tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
+    for name in sorted(there.keys() | here.keys()):
+        if there.get(name) != here.get(name):
+            misfits.append(f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here")
+    if misfits:
+        raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
+
+
+_SETTINGS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8), "use_rslora": ("use_rslora", False)}
+"""Keys here -> of adapter_config.json, and PEFT's default."""
+_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "use_qalora")
+"""Keys of adapter_config.json that change what adapters compute."""
+
+
+def load_adapters(stages: list[nn.Module], path: Path) -> None:
+    """Fill adapters from a folder that check_adapters has accepted; each rank reads only its own slices.
+
+    Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
+    """
+    named = [(stage, name, each) for stage in stages for name, each in stage.named_parameters() if is_adapter(name)]
+
+    def read() -> None:
+        folder = Folder(path)
+        for stage, name, parameter in named:
+            local, offset = own_slice(parameter.detach())
+            where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+            if local.numel():
+                local.copy_(folder.read(_name_there(stage, name), where))
+
+    read_together(read)
+    check_finite({name: parameter for _, name, parameter in named}, path)
 
 
 def _name_there(model: Any, name: str) -> str:
