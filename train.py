@@ -34,11 +34,10 @@ from components.metrics.profiling import profiling
 from components.metrics.stragglers import Stragglers
 from components.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
 from components.replicas import Replicas
-from components.state.adapters import export_adapters, load_adapters
-from components.state.base import hash_of_base
+from components.state.adapters import export_run, load_adapters
+from components.state.base import read_base
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
-from components.state.weights import export
 from models import meta_model, sizes
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
@@ -141,11 +140,9 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     That has the base of adapters, which checkpoints do not hold. Raises ConfigError if the base, the data order or the
     global batch differs from the checkpoint's.
     """
-    saves = run.config.checkpoint.enable
     if checkpointer.adapted:
-        checkpointer.load_initial()
-        checkpointer.base = hash_of_base(run.stages, run.mesh["pp"].get_group()) if saves else ""
-    state = checkpointer.load() if saves else None
+        read_base(checkpointer, run.mesh["pp"].get_group())
+    state = checkpointer.load() if run.config.checkpoint.enable else None
     if state is None and not checkpointer.adapted:
         state = checkpointer.load_initial()
     if state is None and (adapters := run.config.model.lora.initial_load_path):
@@ -306,11 +303,7 @@ def export_weights(run: Run, checkpointer: Checkpointer) -> None:
     """Write the last checkpoint's weights for Hugging Face too; of adapters, for PEFT."""
     config = run.config
     saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / "hugging_face"
-    dtype = getattr(torch, config.checkpoint.export_dtype)
-    if config.model.lora.rank:
-        export_adapters(to_dict(config), saved, target, dtype)
-    else:
-        export(meta_model(config.model), saved, target, config.model.hf_assets_path, dtype)
+    export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
 
 
 def main(argv: list[str]) -> int:

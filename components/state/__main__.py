@@ -10,11 +10,9 @@ import torch.distributed as dist
 from components.config import ConfigError
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.adapters import export_adapters, merge
+from components.state.adapters import export_run, merge
 from components.state.folder import chosen_model, find_checkpoint
 from components.state.show import diff, ls, open_checkpoint, verify
-from components.state.weights import export
-from models import meta_model
 from parallelize.groups import init_distributed
 
 
@@ -62,15 +60,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
-    chosen, dtype = chosen_model(config), getattr(torch, options.dtype)
-    if options.command == "merge":
-        if not chosen.lora.rank:
-            raise ConfigError(f"{options.run}: trained without adapters; export would do")
-        merge(config, checkpoint, options.folder, dtype)
-    elif chosen.lora.rank:
-        export_adapters(config, checkpoint, options.folder, dtype)
-    else:
-        export(meta_model(chosen), checkpoint, options.folder, config["model"]["hf_assets_path"], dtype)
+    if options.command == "merge" and not chosen_model(config).lora.rank:
+        raise ConfigError(f"{options.run}: trained without adapters; export would do")
+    write = merge if options.command == "merge" else export_run
+    write(config, checkpoint, options.folder, getattr(torch, options.dtype))
     print(f"{checkpoint} -> {options.folder}")
     return ExitCode.DONE
 

@@ -25,6 +25,18 @@ from models.parameters import is_adapter
 from parallelize.sharding import own_slice
 
 
+def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
+    """Write a run's checkpoint for Hugging Face: a whole model for transformers, or adapters for PEFT.
+
+    config: the run's job file. Called by all ranks. Replaces what is there.
+    """
+    chosen = chosen_model(config)
+    if chosen.lora.rank:
+        export_adapters(config, checkpoint, path, dtype)
+    else:
+        export(meta_model(chosen), checkpoint, path, config["model"]["hf_assets_path"], dtype)
+
+
 def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a folder that PEFT loads beside their base. Replaces what is there.
 

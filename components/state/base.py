@@ -21,6 +21,13 @@ from models.parameters import is_adapter
 from parallelize.sharding import is_copy, local_part
 
 
+def read_base(checkpointer: Checkpointer, across_stages: dist.ProcessGroup) -> None:
+    """Fill the weights beside adapters, if they do not stay those of step 0; checkpoints have their hash."""
+    checkpointer.load_initial()
+    if checkpointer.config.enable:
+        checkpointer.base = hash_of_base(checkpointer.stages, across_stages)
+
+
 def hash_of_base(stages: list[nn.Module], across_stages: dist.ProcessGroup | None = None) -> str:
     """A hash of the frozen weights' names, places and float32 values: the same at every layout, in 16 digits.
 
