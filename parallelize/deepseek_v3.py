@@ -3,6 +3,8 @@
 Latents are narrow, and all heads are made of them: each rank computes whole ones, and from them its own heads.
 """
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
@@ -16,15 +18,14 @@ from parallelize.tensor import ForOwnHeads, RowsOfOwnHeads
 
 def parallelize_deepseek_v3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
     """The stages of the model that this rank holds, laid out and still on the meta device."""
-    compressed = model.config.q_lora_rank is not None  # type: ignore[union-attr]
-    return parallelize(model, mesh, config, deepseek_v3_tp_plan(config.parallelism, compressed))
+    return parallelize(model, mesh, config, deepseek_v3_tp_plan(config.parallelism, model.config))
 
 
-def deepseek_v3_tp_plan(parallelism: Parallelism, compressed: bool) -> dict[str, ParallelStyle]:
-    """Module names -> style. compressed: queries have a latent too."""
+def deepseek_v3_tp_plan(parallelism: Parallelism, sizes: Any) -> dict[str, ParallelStyle]:
+    """Module names -> style; sizes: a DeepseekV3Config, whose queries may have a latent too."""
     plan = llama_tp_plan(parallelism)
     del plan["layers.*.attention.w[kv]"]
-    if compressed:
+    if sizes.q_lora_rank is not None:
         del plan["layers.*.attention.wq"]
     return with_experts(plan, parallelism) | {
         "layers.*.attention.w*_a": ForOwnHeads(),
