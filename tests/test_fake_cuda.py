@@ -63,7 +63,7 @@ FAULTS = {
         "DataDependentOutputException: aten._local_scalar_dense.default, in train_step",
     ),
     "a tensor on the host": (
-        Case(ONE, 1, ("models.rotary", "rotary_frequencies", "device=device", 'device="cpu"')),
+        Case(ONE, 1, ("models.rotary", "rotary_frequencies", "32, device=device) /", '32, device="cpu") /')),
         "at least two devices, cuda:0 and cpu!, in rotary_cos_sin",
     ),
 }
