@@ -145,7 +145,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     state = checkpointer.load() if run.config.checkpoint.enable else None
     if state is None and not checkpointer.adapted:
         state = checkpointer.load_initial()
-    if state is None and (adapters := run.config.model.lora.initial_load_path):
+    elif state is None and (adapters := run.config.model.lora.initial_load_path):
         load_adapters(run.stages, Path(adapters))
     if state is None:
         return

@@ -173,8 +173,8 @@ def test_ranks_may_outnumber_key_heads(layout: tuple[str, ...], ranks: int, name
 @pytest.mark.parametrize(
     "fault",
     [
-        ("to_local(grad_placements=[Partial()])[first", "to_local()[first"),
-        ("x_BSD.to_local(grad_placements=[Partial()])", "x_BSD.to_local()"),
+        ("partial_sum(parameter)", "parameter.to_local()"),
+        ("partial_sum(x_BSD)", "x_BSD.to_local()"),
         ("device_mesh.get_local_rank() * self.heads // ranks", "device_mesh.get_local_rank() % self.heads"),
     ],
     ids=["weights' gradients not summed", "inputs' gradients not summed", "another head"],

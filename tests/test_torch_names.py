@@ -48,7 +48,7 @@ def private_names(source: str, ours: set[str]) -> Iterator[str]:
         if isinstance(node, ast.Attribute) and _root(node) in known:
             if is_private(_full(node, known)):
                 yield _full(node, known)
-        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in ours:
+        elif isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in {*ours, "_replace"}:
             yield f".{node.attr}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
             names = [name.value for name in node.args[1:2] if isinstance(name, ast.Constant)]

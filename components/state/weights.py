@@ -230,10 +230,10 @@ def export(
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
         put_in_place(staging, path)
 
-    reader = open_reader(source) if isinstance(source, Path) else None
     weights = {} if isinstance(source, Path) else source
     try:
         together(begin, first_only=True)
+        reader = open_reader(source) if isinstance(source, Path) else None
         if reader is not None:
             _check_left_out(model, reader)
         together(write)
