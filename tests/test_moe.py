@@ -13,6 +13,7 @@ import train
 from components.config import Model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model
+from models.grouped import grouped_feed_forward
 from models.moe import Balance, Mixture, MixtureBlock, Router
 from tests.harness import observe, rewrite
 
@@ -214,3 +215,18 @@ def moved_by_a_step(run: train.Run, finite: bool = True) -> list[bool]:
 def test_a_skipped_step_moves_no_bias() -> None:
     assert observe(*MOE, steps=0, at_end=moved_by_a_step).extra == [True, True]
     assert observe(*MOE, steps=0, at_end=functools.partial(moved_by_a_step, finite=False)).extra == [False, False]
+
+
+def test_gradients_of_biases_are_contiguous() -> None:
+    """A split backward sets them as they are, and the fused optimizer reads them as if they were."""
+    torch.manual_seed(0)
+    counts = torch.tensor([2, 0, 3])
+    weights = {name: torch.randn(3, 8, 8) for name in ("w1", "w2", "w3")}
+    biases = {name: torch.randn(3, 8, requires_grad=True) for name in ("b1", "b2", "b3")}
+    out = grouped_feed_forward(torch.randn(5, 8), counts, weights | biases, "clamped_swiglu")
+    seen: list[Tensor] = []
+    for bias in biases.values():
+        bias.register_hook(seen.append)
+    out.sum().backward()
+    assert [gradient.is_contiguous() for gradient in seen] == [True] * 3
+    torch.testing.assert_close(biases["b2"].grad, counts[:, None].expand(3, 8).float())

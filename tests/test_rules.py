@@ -28,7 +28,7 @@ TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel
 METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
 LORA = ("--lora.rank", "4", "--lora.target_modules", '["wqq"]')
 KERNEL = "--model.attention_kernel"
-ROPE = "--model.rope_scaling."
+ROPE, SINKS = "--model.rope_scaling.", ("--model.name", "gpt_oss", "--model.flavor", "tiny")
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 
 
@@ -136,6 +136,7 @@ CASES = [
     Refused("adapters", LORA, "wqq is no matrix of the layers; did you mean wq?", "error", ranks=1),
     Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
+    Refused("attention kernel", (KERNEL, "sdpa", *SINKS), "the sinks of gpt_oss has kernels of its own", "", ranks=1),
     Refused(
         "key/value heads",
         (TP, "2"),

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from components import config
-from components.config import Model
+from components.config import JobConfig, Model, to_dict
+from components.state.folder import chosen_model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model, qwen3, sizes
 from models.config import TransformerConfig
@@ -223,6 +224,14 @@ def test_a_job_file_stretches_rotary_positions() -> None:
     none = Model(name="llama", flavor="8B", rope_scaling=config.RopeScaling(rope_type="none"))
     assert sizes(none).rope_scaling is None
     assert meta_model(none).hf_config()["rope_scaling"] is None
+
+
+def test_what_reads_a_run_knows_its_rotary_positions_and_adapters() -> None:
+    """generate, export and merge: run.json has the whole job file, and older ones neither."""
+    rope, lora = config.RopeScaling(rope_type="yarn", factor=2.0), config.Lora(rank=4, target_modules=["wq"])
+    model = Model(name="qwen3", flavor="8B", rope_scaling=rope, lora=lora)
+    assert chosen_model(to_dict(JobConfig(model=model))) == model
+    assert chosen_model({"model": {"name": "qwen3", "flavor": "8B"}}) == Model(name="qwen3", flavor="8B")
 
 
 def test_flops_of_a_window_count_the_keys_in_it() -> None:
