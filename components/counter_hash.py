@@ -25,10 +25,12 @@ def key_of(*words: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
-def chunks(parameter: Tensor, device: torch.device | None = None) -> Iterator[tuple[slice, Indices]]:
+def chunks(
+    parameter: Tensor, device: torch.device | None = None, part: slice = slice(None)
+) -> Iterator[tuple[slice, Indices]]:
     """This rank's rows, some at a time: (rows of the slice viewed as (-1, columns), indices in the full tensor).
 
-    device: of the indices, by default the parameter's.
+    device: of the indices, by default the parameter's; part: these rows alone, which are counted from its start.
     """
     local, offset = own_slice(parameter)
     if local.numel() == 0:
@@ -42,7 +44,7 @@ def chunks(parameter: Tensor, device: torch.device | None = None) -> Iterator[tu
         shape = [1] * (local.ndim - 1)
         shape[dim] = size
         leading = leading * parameter.shape[dim] + index.view(shape)
-    starts = (leading * full_columns + offset[-1]).flatten()
+    starts = (leading * full_columns + offset[-1]).flatten()[part]
     threads = torch.get_num_threads() if device.type == "cpu" else 1
     step = max(1, threads * CHUNK[device.type] // columns)
     within = torch.arange(columns, device=device)

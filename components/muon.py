@@ -7,7 +7,8 @@ receives the slices of one matrix, orthogonalises it, and sends every rank its s
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.counter_hash import chunks, key_of
-from components.rounding import Kept, RandomBits, new_moment
+from components.rounding import Kept, RandomBits, as_rows, new_moment
+from components.visits import Piece, Visits
 from parallelize.sharding import Slice, local_part, slices_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -50,15 +52,17 @@ class Muon(torch.optim.Optimizer):
         steps: int,
         state_dtype: str = "float32",
         seed: int = 0,
+        offload: bool = False,
     ) -> None:
         """group: of all ranks that hold parts of these matrices; precision: of the products, and of what is sent.
 
-        state_dtype: of the momentum, as new_moment has it; seed: of random rounding.
+        state_dtype: of the momentum, as new_moment has it; seed: of random rounding; offload: whether it waits on the
+        host.
 
         A step with found_inf is left to the device if it can be, which the key "fused" of groups tells.
         """
         super().__init__(matrices, {"lr": 0.0, "weight_decay": 0.0, "fused": others.param_groups[0]["fused"]})
-        self.state_dtype, self.seed = state_dtype, seed
+        self.state_dtype, self.seed, self.offload = state_dtype, seed, offload
         self.others, self.group, self.precision = others, group, precision
         self.momentum, self.steps = momentum, steps
         self.matrices = [
@@ -76,6 +80,19 @@ class Muon(torch.optim.Optimizer):
         others.state = self.state
         self.param_groups += others.param_groups
 
+    @cached_property
+    def visits(self) -> Visits:
+        """Of the matrices, in the order in which step looks at their momentum."""
+        rounds = itertools.chain.from_iterable(itertools.zip_longest(*self.shares))
+        order = [*self.own, *(number for number in rounds if number is not None)]
+        return Visits([self.matrices[number][1] for number in order], self.state, self._new_state, self.offload)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What is not rounded has no need of a step."""
+        rounded = self.state_dtype != "float32" or parameter.dtype != torch.float32
+        step = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} if rounded else {}
+        return new_moment(parameter, "momentum", self.state_dtype) | step
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
@@ -83,38 +100,42 @@ class Muon(torch.optim.Optimizer):
         skip = None if found_inf is None else found_inf > 0
         vars(self.others)["found_inf"] = found_inf
         self.others.step()
+        pieces = itertools.chain.from_iterable(self.visits)
         for number in self.own:
-            momentum = self._momentum(number, skip)
+            momentum = self._momentum(number, pieces, skip)
             self._move(number, orthogonalise(momentum, self.steps) if len(momentum) else momentum, skip)
         for numbers in itertools.zip_longest(*self.shares):
-            sent = [None if number is None else self._momentum(number, skip) for number in numbers]
+            sent = [None if number is None else self._momentum(number, pieces, skip) for number in numbers]
             slices = [() if number is None else self.slices[number] for number in numbers]
             results = exchange(sent, slices, lambda whole: orthogonalise(whole, self.steps), self.rank, self.group)
             for number, result in zip(numbers, results, strict=True):
                 if number is not None:
                     self._move(number, result, skip)
+        left = [*pieces]  # the last bucket goes back where there is no other
+        assert not left
 
-    def _momentum(self, number: int, skip: Tensor | None) -> Tensor:
-        """This rank's slice of what is orthogonalised: Nesterov's momentum."""
+    def _momentum(self, number: int, pieces: Iterator[Piece], skip: Tensor | None) -> Tensor:
+        """This rank's slice of what is orthogonalised: Nesterov's momentum. pieces: those of this matrix come next."""
         name, parameter, _ = self.matrices[number]
-        state = self.state[parameter]
-        if not state:
-            state |= new_moment(parameter, "momentum", self.state_dtype)
-            if self.state_dtype != "float32" or parameter.dtype != torch.float32:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        if "step" in state:  # what is not rounded has no need of it
-            state["step"].add_(1 if skip is None else ~skip)
-        kept = Kept.of(state, "momentum", 1)
-        assert parameter.grad is not None
-        gradients = local_part(parameter.grad)[1].view(kept.values.shape)
-        ahead = torch.empty_like(gradients, dtype=self.precision)
-        for rows, indices in chunks(parameter):
-            gradient = gradients[rows].to(torch.float32)
-            own = gradient * (1 - self.momentum)
-            momentum = kept.read(rows).mul_(self.momentum).add_(own)
-            ahead[rows].copy_(own.add_(momentum * self.momentum))
-            kept.write(rows, momentum, RandomBits(indices, key_of(self.seed, name), state.get("step")), skip)
-        return ahead.view(local_part(parameter)[1].shape)
+        step, key = self.state[parameter].get("step"), key_of(self.seed, name)
+        if step is not None:
+            step.add_(1 if skip is None else ~skip)
+        _, local = local_part(parameter)
+        ahead = torch.empty_like(local, dtype=self.precision, memory_format=torch.contiguous_format)
+        for piece in pieces:
+            assert piece.parameter is parameter
+            assert parameter.grad is not None
+            kept, gradients = Kept.of(piece.state, "momentum", 1), as_rows(piece.of(parameter.grad))
+            of_piece = as_rows(ahead)[piece.rows]
+            for rows, indices in chunks(parameter, part=piece.rows):
+                gradient = gradients[rows].to(torch.float32)
+                own = gradient * (1 - self.momentum)
+                momentum = kept.read(rows).mul_(self.momentum).add_(own)
+                of_piece[rows].copy_(own.add_(momentum * self.momentum))
+                kept.write(rows, momentum, RandomBits(indices, key, step), skip)
+            if piece.last:
+                break
+        return ahead
 
     def _move(self, number: int, direction: Tensor, skip: Tensor | None) -> None:
         """Decay, and a step whose elements are about as large as AdamW's: 0.2 in the mean square."""

@@ -10,10 +10,12 @@ from typing import Any, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.adam import adam
 
 from components.config import JobConfig, LRScheduler, Optimizer
 from components.muon import Muon
 from components.rounded_adam import RoundedAdam
+from components.visits import Visits
 from models.parameters import Kind, Role
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, is_copy, local_part
@@ -42,11 +44,42 @@ class _OfLocalParts(torch.optim.Adam):
     What DTensor does for one step of every shape takes longer than the whole step of a small model.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = super()._init_group(group, *lists)
-        for tensors in lists:
-            tensors[:] = [local_part(tensor)[1] for tensor in tensors]
-        return has_complex
+    offload = False
+    """Whether moments wait on the host; to be set before the first step."""
+
+    @functools.cached_property
+    def visits(self) -> Visits:
+        groups = {parameter: group for group in self.param_groups for parameter in group["params"]}
+
+        def new_state(parameter: Tensor) -> dict[str, Tensor]:
+            device = parameter.device if groups[parameter]["fused"] else None
+            moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            return {"step": torch.zeros((), dtype=torch.float32, device=device), **moments}
+
+        return Visits([*groups], self.state, new_state, self.offload)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One update, by torch's function of lists. Where found_inf, which its fused kernels take, is 1, none."""
+        members = [{*group["params"]} for group in self.param_groups]
+        found_inf = getattr(self, "found_inf", None)
+        for bucket in self.visits:
+            for group, parameters in zip(self.param_groups, members, strict=True):
+                own = [each for each in bucket if each.parameter in parameters and each.parameter.grad is not None]
+                weights = [each.of(each.parameter) for each in own]
+                gradients = [each.of(each.parameter.grad) for each in own]  # type: ignore[arg-type]
+                first, second = ([local_part(each.state[f"exp_avg{of}"])[1] for each in own] for of in ("", "_sq"))
+                # The last piece counts the step for all.
+                steps = [each.state["step"] if each.last else each.state["step"].clone() for each in own]
+                given = {key: group[key] for key in _OF_TORCH} | dict(zip(("beta1", "beta2"), group["betas"]))
+                adam(weights, gradients, first, second, [], steps, found_inf=found_inf, **given)
+
+
+_OF_TORCH = (
+    *("lr", "weight_decay", "eps", "foreach", "fused", "capturable", "differentiable"),
+    *("amsgrad", "maximize", "decoupled_weight_decay"),
+)
+"""Settings of a group that torch's function takes."""
 
 
 class Adam(_OfLocalParts, torch.optim.Adam):
@@ -69,8 +102,11 @@ def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) ->
     decoupled = config.name != "Adam"
     if config.state_dtype != "float32" or any(each.dtype != torch.float32 for own in groups for each in own["params"]):
         betas = (config.beta1, config.beta2)
-        return RoundedAdam(groups, betas, config.eps, shared.seed, config.state_dtype, decoupled)
-    return (AdamW if decoupled else Adam)(groups, **_adam(config))
+        rest = shared.seed, config.state_dtype, decoupled, config.state_offload
+        return RoundedAdam(groups, betas, config.eps, *rest)
+    optimizer = (AdamW if decoupled else Adam)(groups, **_adam(config))
+    optimizer.offload = config.state_offload
+    return optimizer
 
 
 _OF_MUON = ("matrix", "expert", "adapter")
@@ -88,6 +124,7 @@ def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> to
         config.newton_schulz_steps,
         config.state_dtype,
         shared.seed,
+        config.state_offload,
     )
 
 
@@ -143,6 +180,13 @@ def _state_bytes(role: Role, parameter: Tensor, config: Optimizer) -> int:
     _, local = local_part(parameter)
     columns = parameter.shape[-1]
     return row_bytes(role, parameter.ndim, columns, parameter.dtype, config) * local.numel() // columns
+
+
+def staged_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the device through which states pass that wait on the host; 0 before the first step."""
+    own = vars(optimizer)
+    inner = staged_bytes(own["others"]) if "others" in own else 0
+    return inner + (own["visits"].staged_bytes if "visits" in own else 0)
 
 
 @functools.cache

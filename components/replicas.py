@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from components.launch.exit_codes import ExitCode
 from parallelize.groups import gather
 from parallelize.mesh import Mesh
+from parallelize.sharding import settle
 
 _COLUMNS = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,6 +43,7 @@ class Replicas:
         """
         if not self.freq or (step % self.freq and not saving):
             return
+        settle()
         table = gather(self._hashes())
         groups = [(name, peers) for name in self.dimensions for peers in self.mesh.peers(name)]
         hashes = [{rank: table[rank][name] for rank in peers} for name, peers in groups]

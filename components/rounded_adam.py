@@ -1,13 +1,14 @@
 """AdamW and Adam that compute in float32, with weights and moments kept in fewer bits (rounding.py)."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from components.counter_hash import chunks, key_of
-from components.rounding import Kept, RandomBits, new_moment
-from parallelize.sharding import local_part
+from components.rounding import Kept, RandomBits, as_rows, new_moment
+from components.visits import Piece, Visits
 
 
 class RoundedAdam(torch.optim.Optimizer):
@@ -24,37 +25,50 @@ class RoundedAdam(torch.optim.Optimizer):
         seed: int,
         state_dtype: str,
         decoupled: bool = True,
+        offload: bool = False,
     ) -> None:
-        """state_dtype: of moments, as new_moment has it; decoupled: AdamW's weight decay, not Adam's.
+        """state_dtype: of moments, as new_moment has it; decoupled: AdamW's weight decay, not Adam's;
+        offload: whether moments wait on the host.
 
         The key "fused" of groups tells that a step with found_inf is left to the device.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "fused": True})
         self.betas, self.eps, self.seed = betas, eps, seed
-        self.state_dtype, self.decoupled = state_dtype, decoupled
+        self.state_dtype, self.decoupled, self.offload = state_dtype, decoupled, offload
+
+    @cached_property
+    def visits(self) -> Visits:
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        return Visits(parameters, self.state, self._new_state, self.offload)
+
+    def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        first = new_moment(parameter, "exp_avg", self.state_dtype)
+        return {"step": step} | first | new_moment(parameter, "exp_avg_sq", self.state_dtype, signed=False)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf > 0
-        for group in self.param_groups:
-            for name, parameter in zip(group["names"], group["params"], strict=True):
-                if parameter.grad is not None:
-                    self._update(name, parameter, group, skip)
+        members = {
+            parameter: (name, group)
+            for group in self.param_groups
+            for name, parameter in zip(group["names"], group["params"], strict=True)
+        }
+        for bucket in self.visits:
+            for piece in bucket:
+                self._update(*members[piece.parameter], piece, skip)
 
-    def _update(self, name: str, parameter: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state |= new_moment(parameter, "exp_avg", self.state_dtype)
-            state |= new_moment(parameter, "exp_avg_sq", self.state_dtype, signed=False)
-        weights = Kept.of({"weight": parameter}, "weight", 0)
-        gradients = local_part(parameter.grad)[1].view(weights.values.shape)  # type: ignore[arg-type]
+    def _update(self, name: str, group: dict[str, Any], piece: Piece, skip: Tensor | None) -> None:
+        parameter, state = piece.parameter, piece.state
+        if parameter.grad is None:
+            return
+        weights, gradients = Kept(as_rows(piece.of(parameter))), as_rows(piece.of(parameter.grad))
         first, second = Kept.of(state, "exp_avg", 1), Kept.of(state, "exp_avg_sq", 2)
         step, (beta1, beta2), decay = state["step"] + 1, self.betas, group["lr"] * group["weight_decay"]
         rate, key = group["lr"] / (1 - beta1**step), key_of(self.seed, name)
-        for rows, indices in chunks(parameter):
+        for rows, indices in chunks(parameter, part=piece.rows):
             bits = RandomBits(indices, key, step)
             weight, gradient = weights.read(rows), gradients[rows].to(torch.float32)
             if self.decoupled:
@@ -68,4 +82,5 @@ class RoundedAdam(torch.optim.Optimizer):
             weights.write(rows, weight, bits, skip)
             first.write(rows, mean, bits, skip)
             second.write(rows, square, bits, skip)
-        state["step"].copy_(step if skip is None else torch.where(skip, state["step"], step))
+        if piece.last:
+            state["step"].copy_(step if skip is None else torch.where(skip, state["step"], step))

@@ -60,12 +60,13 @@ def _blockwise(parameter: Tensor, block: int) -> Tensor:
         return zeros
     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
+    scales = DTensor.from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
+    return scales.to(local.device)  # weights may be on the host, from where from_local moves to the mesh's device
 
 
-def _as_rows(local: Tensor) -> Tensor:
+def as_rows(local: Tensor) -> Tensor:
     """(rows, columns), also where a rank has no row, or no part of a vector."""
     return local.view(math.prod(local.shape[:-1]), local.shape[-1])
 
@@ -85,7 +86,7 @@ class Kept(NamedTuple):
         """Of what new_moment has made."""
         _, values = local_part(state[name])
         scales = state.get(f"{name}_scale")
-        return Kept(_as_rows(values.detach()), None if scales is None else _as_rows(local_part(scales)[1]), turn)
+        return Kept(as_rows(values.detach()), None if scales is None else as_rows(local_part(scales)[1]), turn)
 
     def read(self, rows: slice) -> Tensor:
         """Some rows in float32, of the caller to overwrite."""

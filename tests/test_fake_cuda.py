@@ -28,6 +28,8 @@ ONE = (*BFLOAT16, *DOCUMENTS, *ACCUMULATION, *SPIKES)
 ROTATE = "--parallelism.context_parallel_rotate_method"
 ULYSSES = (CP, "2", METHOD, "ulysses")
 OFFLOADED = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true")
+STATES = ("--optimizer.state_offload", "true")
+MUON = ("--optimizer.name", "Muon")
 ROUNDED = ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "int8")
 LAYOUTS = {
     "one": Case(ONE),
@@ -39,6 +41,10 @@ LAYOUTS = {
     "pp": Case((PP, "2"), 2),
     "offloaded, rounded": Case((*BFLOAT16, *OFFLOADED, *ROUNDED)),
     "offloaded, tp": Case((TP, "2", *OFFLOADED), 2),
+    "states on the host": Case((*BFLOAT16, *STATES)),
+    "states on the host, rounded, fsdp": Case((SHARD, "2", *STATES, *ROUNDED), 2),
+    "states on the host, tp": Case((TP, "2", *STATES), 2),
+    "Muon's states on the host": Case((*STATES, *MUON)),
 }
 FAULTS = {
     "an index made on the host": (
@@ -57,6 +63,14 @@ FAULTS = {
     "an input of a layer that the host waits for": (
         Case(OFFLOADED, 1, ("parallelize.activation", "_to_host", "tensor, non_blocking=True", "tensor")),
         "copy from cuda:0 to cpu, in _to_host",
+    ),
+    "states that the host waits for": (
+        Case(STATES, 1, ("components.visits", "Visits._bring", "home, non_blocking=True", "home")),
+        "copy from cpu to cuda:0, in _bring",
+    ),
+    "states that the host waits to have back": (
+        Case(STATES, 1, ("components.visits", "Visits._return", "here, non_blocking=True", "here")),
+        "copy from cuda:0 to cpu, in _return",
     ),
     "a number read on the host": (
         Case(ONE, 1, ("train", "train_step", "part.detach()", "part.item()")),

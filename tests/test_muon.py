@@ -11,7 +11,8 @@ from components import muon
 from components.muon import Muon, orthogonalise, share_out
 from components.optimizer import AdamW
 from parallelize.groups import gather
-from tests.harness import broken_bars, observe
+from tests.figures import broken_bars
+from tests.harness import observe
 from tests.test_collectives import count_traffic, parameter_bytes
 
 MUON = ("--optimizer.name", "Muon")

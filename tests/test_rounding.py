@@ -17,7 +17,8 @@ from components.rounded_adam import RoundedAdam
 from components.rounding import Kept, RandomBits, new_moment, to_bfloat16
 from components.state import init
 from parallelize.sharding import local_part
-from tests.harness import figures, observe, whole_tensors, whole_weights
+from tests.figures import figures
+from tests.harness import observe, whole_tensors, whole_weights
 
 WEIGHTS, STATE = ("--training.dtype", "bfloat16"), "--optimizer.state_dtype"
 KINDS: dict[str, tuple[str, ...]] = {

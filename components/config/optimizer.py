@@ -65,14 +65,16 @@ class Optimizer:
     """The matrix from the last hidden state to the logits."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """Precision of moments and momentum of all but vectors, rounded at random; int8 has a scale for each block."""
+    state_offload: bool = False
+    """Keep moments and momentum in host memory; for the update they visit the device, some parameters at a time."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Kernel of the update where weights and moments are float32; fused is fastest on CPU and CUDA."""
 
 
 OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
-    "AdamW": ("beta1", "beta2", "eps", "implementation"),
-    "Adam": ("beta1", "beta2", "eps", "implementation"),
-    "Muon": ("beta1", "beta2", "eps", "implementation", "momentum", "newton_schulz_steps"),
+    "AdamW": ("beta1", "beta2", "eps", "implementation", "state_offload"),
+    "Adam": ("beta1", "beta2", "eps", "implementation", "state_offload"),
+    "Muon": ("beta1", "beta2", "eps", "implementation", "state_offload", "momentum", "newton_schulz_steps"),
 }
 """optimizer.name -> the keys that it takes, beside lr, weight_decay and the roles, which all take."""
 

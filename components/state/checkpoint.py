@@ -38,6 +38,7 @@ from components.state.torchtitan import is_foreign, load_torchtitan
 from components.state.weights import load_weights
 from models.parameters import is_adapter
 from parallelize.groups import patient_group, print_on_rank_0
+from parallelize.sharding import settle
 
 STAGING = ".staging-"
 REPLACED = ".replaced-"
@@ -79,6 +80,7 @@ class Checkpointer:
         lineage |= {"base": self.base} if self.base else {}
         state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
+            settle()
             self._save(tensors, state)
         else:
             self._pending = self._background.submit(self._save, self._copies.of(tensors), state)
@@ -300,6 +302,7 @@ def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+    settle()
     optimizer.zero_grad()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from parallelize.sharding import local_part
+from parallelize.sharding import local_part, on_host
 
 
 class HostCopies:
@@ -14,17 +14,12 @@ class HostCopies:
 
     def of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Valid until the next call. The host waits for a GPU once, after all copies."""
-        copies = {}
         for name, tensor in tensors.items():
             if name in self._pinned:
-                copies[name] = self._pinned[name]
-                local_part(copies[name])[1].copy_(local_part(tensor)[1], non_blocking=True)
-                continue
-            copies[name] = tensor.to("cpu", copy=True)
-            if tensor.is_cuda:
-                local = local_part(copies[name])[1]
-                local.set_(local.pin_memory())  # type: ignore[call-overload]
-                self._pinned[name] = copies[name]
+                local_part(self._pinned[name])[1].copy_(local_part(tensor)[1], non_blocking=True)
+            elif tensor.is_cuda:
+                self._pinned[name] = on_host(tensor)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
-        return copies
+        # The device may have been writing into tensors of the host, which come last.
+        return {name: self._pinned[name] if name in self._pinned else on_host(tensors[name]) for name in tensors}

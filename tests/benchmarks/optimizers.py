@@ -1,10 +1,12 @@
 """What optimizers and their precisions cost, and what they save.
 
 python -m tests.benchmarks.optimizers             processor time of a step over AdamW's, in turns
+python -m tests.benchmarks.optimizers --tokens    Muon's over AdamW's at several tokens a step, beside its products
 python -m tests.benchmarks.optimizers --losses    validation loss of llama_debug after its 300 steps
 python -m tests.benchmarks.optimizers --bytes     bytes of a matrix's parameter; draws assets/figures/optimizers.png
 
-Time: one process, one thread, 36M parameters (width 512, 8 layers, a vocabulary of 8,192), 4 sequences of 256 tokens.
+Time: one process, one thread, 36M parameters (width 512, 8 layers, a vocabulary of 8,192), 4 sequences of 256 tokens,
+or more; the best of three turns.
 Losses: one thread each, bfloat16 products; lines are added to .cache/tests/optimizer_losses.jsonl, and not run again.
 """
 
@@ -14,13 +16,19 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from components.config import ROOT, load_config
+import train
+from components.config import ROOT, Optimizer, load_config
 from components.optimizer import row_bytes
+from models.llama import FLAVORS, Llama
+from parallelize.groups import init_distributed
+from tests.benchmarks.peers import ours
 from tests.benchmarks.peers.__main__ import LARGER, TIMED
 from tests.benchmarks.peers.sides import NO_LAYOUT, measure
 
@@ -36,6 +44,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "Muon": (NAME, "Muon"),
     "Muon, bfloat16 weights, 8-bit momentum": (NAME, "Muon", WEIGHTS, "bfloat16", STATE, "int8"),
 }
+TOKENS = (1024, 4096)
 RATES = ("1e-3", "2e-3", "4e-3")
 SEEDS = ("0", "1", "2")
 LOSSES = ROOT / ".cache" / "tests" / "optimizer_losses.jsonl"
@@ -52,6 +61,48 @@ def times() -> None:
         for kind, found in seconds.items():
             ratio = min(found) / min(seconds["AdamW"])
             print(f"{dtype:8} {kind:40} {min(found) * 1e3:5.0f} ms, {ratio:.2f} of AdamW's", flush=True)
+
+
+def times_of_muon(dtypes: tuple[str, ...] = ("bfloat16", "float32")) -> None:
+    """Steps of both in turns. The floor is AdamW's step and the products of the iterations alone."""
+    torch.set_num_threads(1)
+    init_distributed(60)
+    FLAVORS["peers"] = ours.sizes(LARGER)
+    for dtype in dtypes:
+        products = min(seconds_of_products(getattr(torch, dtype)) for _ in range(TURNS))
+        for tokens in TOKENS:
+            job = NO_LAYOUT | LARGER | {"dtype": dtype, "batch": tokens // LARGER["seq"]}
+            given = [ours.words(job | {"words": [*KINDS[kind]]}) for kind in ("AdamW", "Muon")]
+            runs = [train.build(load_config(each), torch.device("cpu")) for each in given]
+            turns = [[seconds_of_step(run) for run in runs] for _ in range(1 + TURNS)]
+            adam, muon = (min(found) for found in zip(*turns[1:], strict=True))
+            said = f"AdamW {adam * 1e3:.0f} ms, Muon {muon * 1e3:.0f} ms, products {products * 1e3:.0f} ms"
+            ratios = f"{muon / adam:.2f} of AdamW's, floor {(adam + products) / adam:.2f}"
+            print(f"{dtype:8} {tokens:6,} tokens: {said}: {ratios}", flush=True)
+
+
+def seconds_of_step(run: train.Run) -> float:
+    """Processor time."""
+    batches, valid = train.local_batches(run), train.valid_tokens(run)
+    begun = time.process_time()
+    train.train_step(run, batches, valid)
+    return time.process_time() - begun
+
+
+def seconds_of_products(dtype: torch.dtype) -> float:
+    """Processor time of the iterations' products alone, of all matrices of the layers."""
+    with torch.device("meta"):
+        model = Llama(ours.sizes(LARGER))
+    matrices = [each.shape for name, each in model.named_parameters() if model.kind(name).role == "matrix"]
+    spent = 0.0
+    for shape, count in Counter(tuple(sorted(shape)) for shape in matrices).items():
+        x = torch.randn(shape, dtype=dtype)
+        gram = x @ x.mT
+        begun = time.process_time()
+        for _ in range(count * Optimizer.newton_schulz_steps):
+            x @ x.mT, gram @ gram, gram @ x
+        spent += time.process_time() - begun
+    return spent
 
 
 def losses() -> None:
@@ -121,8 +172,10 @@ def main() -> None:
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--losses", action="store_true")
     choice.add_argument("--bytes", action="store_true")
+    choice.add_argument("--tokens", action="store_true")
     options = parser.parse_args()
-    (losses if options.losses else bytes_of_kinds if options.bytes else times)()
+    asked = {losses: options.losses, bytes_of_kinds: options.bytes, times_of_muon: options.tokens}
+    next((measured for measured, wanted in asked.items() if wanted), times)()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,156 @@
+"""The parameters of an update with what the optimizer keeps of them, which may wait in the host's memory.
+
+From there it visits the device, a bucket at a time: while one is updated the next arrives and the one before goes back,
+each on a stream of its own, through three buffers that stay for the whole run. On the CPU the same copies are made one
+after another.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from components.rounding import as_rows
+from parallelize.sharding import local_part, on_host
+
+BUCKET = 1 << 23
+"""Most parameters of a bucket: milliseconds of a GPU's link, beside which the start of a copy takes no time."""
+_ROWS = 64
+"""A piece has a multiple of so many rows: the CPU's vector kernels round the last numbers of a tensor otherwise."""
+_ALIGNED_BYTES = 256
+_BUFFERS = 3
+
+
+class Piece(NamedTuple):
+    """Rows of this rank's part of a parameter, with what the optimizer keeps of them, on the parameter's device."""
+
+    parameter: Tensor
+    rows: slice
+    """Of the part as (rows, columns)."""
+    state: Mapping[str, Tensor]
+    """Numbers without dimensions belong to the whole parameter, whose last piece changes them."""
+    last: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor that is split as the parameter is; in its own shape if the piece is the whole part."""
+        local = local_part(tensor)[1].detach()
+        return local if self.rows == slice(None) else as_rows(local)[self.rows]
+
+
+class _Buffer:
+    """Bytes on the device, and the events of the bucket that is in them."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        events = torch.get_device_module(device).Event
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.arrived, self.updated, self.left = events(), events(), events()
+
+
+class _Bucket(NamedTuple):
+    buffer: _Buffer
+    pieces: list[Piece]
+    copies: list[tuple[Tensor, Tensor]]
+    """The same numbers in the host's memory, and in the buffer."""
+
+
+class Visits:
+    """Iterated once a step, to the end: buckets of pieces, each on the device until the next bucket is asked for."""
+
+    def __init__(
+        self,
+        parameters: Sequence[Tensor],
+        states: Mapping[Tensor, dict[str, Any]],
+        new_state: Callable[[Tensor], dict[str, Tensor]],
+        offload: bool,
+    ) -> None:
+        """parameters: in the order of the update; those without a state get one.
+
+        offload: whether states wait on the host; otherwise there is one bucket, of whole parts.
+        """
+        for parameter in parameters:
+            if not states[parameter]:
+                new = new_state(parameter)
+                states[parameter] |= {key: on_host(new[key]) if offload and new[key].ndim else new[key] for key in new}
+        self._whole = [Piece(parameter, slice(None), states[parameter], True) for parameter in parameters]
+        self._buckets: list[_Bucket] = []
+        self.staged_bytes = 0
+        """Of the buffers on the device."""
+        if offload and parameters:
+            self._prepare(_cut(self._whole), parameters[0].device)
+
+    def _prepare(self, cut: list[list[Piece]], device: torch.device) -> None:
+        streams = torch.get_device_module(device)
+        self._on, self._arriving, self._leaving = streams.stream, streams.Stream(), streams.Stream()
+        size = max(sum(_room(kept) for piece in pieces for kept in _vectors(piece).values()) for pieces in cut)
+        buffers = [_Buffer(size, device) for _ in cut[:_BUFFERS]]
+        self.staged_bytes = size * len(buffers)
+        # What had the memory of the buffers before may still be in use.
+        self._arriving.wait_stream(streams.current_stream())
+        for pieces, buffer in zip(cut, itertools.cycle(buffers)):
+            bucket, place = _Bucket(buffer, [], []), 0
+            for piece in pieces:
+                here = dict(piece.state)
+                for key, kept in _vectors(piece).items():
+                    here[key] = buffer.bytes[place : place + kept.nbytes].view(kept.dtype).view(kept.shape)
+                    bucket.copies.append((kept, here[key]))
+                    place += _room(kept)
+                bucket.pieces.append(piece._replace(state=here))
+            self._buckets.append(bucket)
+
+    def __iter__(self) -> Iterator[list[Piece]]:
+        if not self._buckets:
+            yield self._whole
+            return
+        self._bring(self._buckets[0])
+        for bucket, following in itertools.zip_longest(self._buckets, self._buckets[1:]):
+            if following:
+                self._bring(following)
+            bucket.buffer.arrived.wait()
+            yield bucket.pieces
+            bucket.buffer.updated.record()
+            self._return(bucket)
+        # Whoever waits for the device then finds all of it on the host.
+        bucket.buffer.left.wait()
+
+    def _bring(self, bucket: _Bucket) -> None:
+        with self._on(self._arriving):
+            bucket.buffer.left.wait()
+            for home, here in bucket.copies:
+                here.copy_(home, non_blocking=True)
+            bucket.buffer.arrived.record()
+
+    def _return(self, bucket: _Bucket) -> None:
+        with self._on(self._leaving):
+            bucket.buffer.updated.wait()
+            for home, here in bucket.copies:
+                home.copy_(here, non_blocking=True)
+            bucket.buffer.left.record()
+
+
+def _cut(whole: list[Piece]) -> list[list[Piece]]:
+    """Parts in pieces, and these in buckets of at most BUCKET numbers, or of one piece."""
+    buckets: list[list[Piece]] = []
+    room = 0
+    for piece in whole:
+        rows, columns = as_rows(piece.of(piece.parameter)).shape
+        step = max(1, BUCKET // max(1, columns) // _ROWS) * _ROWS
+        for start in range(0, max(1, rows), step):
+            end = min(start + step, rows)
+            size = (end - start) * columns
+            if size > room or not buckets:
+                buckets.append([])
+                room = BUCKET
+            buckets[-1].append(piece._replace(rows=slice(start, end), last=end == rows))
+            room -= size
+    return buckets
+
+
+def _vectors(piece: Piece) -> dict[str, Tensor]:
+    """This piece's rows of what is kept of each number, or of each block of numbers."""
+    return {key: as_rows(piece.of(kept)) for key, kept in piece.state.items() if kept.ndim}
+
+
+def _room(kept: Tensor) -> int:
+    return -(-kept.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
