@@ -26,7 +26,7 @@ def code() -> str:
     folders = [path for name in ("components", "models", "parallelize") for path in (ROOT / name).rglob("*.py")]
     files = [
         *folders,
-        *(ROOT / name for name in ("train.py", "tests/harness.py", "tests/small.py", "tests/layouts.py")),
+        *(ROOT / name for name in ("train.py", *(f"tests/{n}.py" for n in ("harness", "figures", "small", "layouts")))),
     ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
 

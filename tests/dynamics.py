@@ -6,7 +6,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 import train
-from tests.harness import BARS, Case, Observation, Tables, observe_all, table_errors
+from tests.figures import BARS, Observation, Tables, table_errors
+from tests.harness import Case, observe_all
 
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"

@@ -13,7 +13,7 @@ import logging
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -42,9 +42,11 @@ from components.config import JobConfig, load_config
 from components.state.checkpoint import Checkpointer
 from components.state.init import initialize_weights
 from models.moe import MixtureBlock
+from models.nf4 import is_packed, unpack
 from models.parameters import Uniform
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
+from tests.figures import Observation, broken_bars, figures
 from tests.ranks import Ranks, kept_ranks
 from tests.routing import Routing, watch
 from tests.small import RECIPE, SMALL
@@ -52,34 +54,6 @@ from tests.small import RECIPE, SMALL
 gc.freeze()
 
 T = TypeVar("T")
-Tables = dict[str, dict[str, float]]
-"""Of dynamics: table -> part of the model -> number."""
-
-
-@dataclass
-class Observation:
-    """What a few steps of one layout did; tensors are whole."""
-
-    first_weights: dict[str, Tensor]
-    gradients: dict[str, Tensor]
-    """Of the first step, before clipping."""
-    weights: dict[str, Tensor]
-    losses: list[float]
-    norms: list[list[float]]
-    """By rank, then by step."""
-    sequences: dict[str, list[str]]
-    """Hashes of (tokens, labels) in the order of the global batch, by step."""
-    validation_loss: float
-    """After the last step; 0 where nothing is validated."""
-    expert_rows: dict[str, list[list[int]]] = field(default_factory=dict)
-    """Of layers with experts: how many tokens each expert has had, by step."""
-    routing: Routing = field(default_factory=Routing)
-    """Of one process, what it has seen; of a layout that replays it, the number of flips."""
-    dynamics: Tables = field(default_factory=dict)
-    """The tables of the last step, if it was sampled."""
-    extra: Any = None
-    """What the case's own function returned on rank 0."""
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -105,6 +79,7 @@ def observe(*overrides: str, **options: Any) -> Observation:
     """Run a case (options are those of Case) and return what was observed. Raises RuntimeError if a rank failed."""
     (observed,) = observe_all([Case(overrides=overrides, **options)])
     if isinstance(observed, RuntimeError):
+        assert _NOT_PLANTED not in str(observed), observed  # else the tests of a fault that is an error would be green
         raise observed
     return observed
 
@@ -121,88 +96,13 @@ def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
                 ranks.end()
 
 
-def figures(observed: Observation, reference: Observation) -> dict[str, float]:
-    """Differences between two runs, worst over parameters and steps; 0 for what is equal bit by bit."""
-    norms = [abs(norm / right - 1) for norm, right in zip(observed.norms[0], reference.norms[0], strict=True)]
-    losses = [abs(loss / right - 1) for loss, right in zip(observed.losses, reference.losses, strict=True)]
-    return {
-        "weights at step 0": float(not _equal(observed.first_weights, reference.first_weights)),
-        "tokens": float(observed.sequences != reference.sequences),
-        "loss": max(losses),
-        "gradient": _worst(observed.gradients, reference.gradients),
-        "gradient norm": max(norms),
-        "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
-        "weights": _worst(observed.weights, reference.weights, _zeros(reference.first_weights)),
-        "expert rows": float(observed.expert_rows != reference.expert_rows),
-        "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
-        "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
-    }
-
-
-BARS = {
-    "weights at step 0": 0.0,
-    "tokens": 0.0,
-    "loss": 1e-6,
-    "gradient": 1e-5,
-    "gradient norm": 1e-5,
-    "norm among ranks": 0.0,
-    "weights": 1e-5,
-    "expert rows": 0.0,
-    "validation loss": 1e-6,
-    "dynamics": 1e-5,
-}
-"""How far a layout may be from one process, in float32."""
-
-
-def broken_bars(observed: Observation, reference: Observation) -> dict[str, float]:
-    """The figures that are over their bars: empty if it is the same run."""
-    return {name: value for name, value in figures(observed, reference).items() if not value <= BARS[name]}
-
-
-def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
-def _zeros(tensors: dict[str, Tensor]) -> list[str]:
-    return [name for name, tensor in tensors.items() if not tensor.any()]
-
-
-def _worst(values: dict[str, Tensor], references: dict[str, Tensor], from_zero: Collection[str] = ()) -> float:
-    """The largest relative error. from_zero: names of what consists of its updates alone.
-
-    Adam divides small gradients, and their errors, by small roots. Other weights have these errors beside 0.02, the
-    standard deviation with which they start: so they are compared here too.
-    """
-    if values.keys() != references.keys():
-        return float("inf")
-    least = {name: 0.02 * references[name].numel() ** 0.5 for name in from_zero}
-    errors = [
-        ((values[name] - right).norm() / right.norm().clamp(min=least.get(name, 0))).item()
-        for name, right in references.items()
-        if right.any() or not values[name].equal(right)
-    ]
-    return max(error if error == error else float("inf") for error in errors)
-
-
-def table_errors(tables: Tables, references: Tables) -> dict[tuple[str, str], float]:
-    """(table, part) -> relative error, inf for what is not a number; inf for all if the names or their order differ."""
-    values, wanted = _flat(tables), _flat(references)
-    if list(values) != list(wanted):
-        return dict.fromkeys(values | wanted, float("inf"))
-    errors = {name: abs(value - wanted[name]) / (abs(wanted[name]) or 1e-30) for name, value in values.items()}
-    return {name: error if error == error else float("inf") for name, error in errors.items()}
-
-
-def _flat(tables: Tables) -> dict[tuple[str, str], float]:
-    return {(table, part): value for table, values in tables.items() for part, value in values.items()}
-
-
 def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def whole_weights(run: train.Run) -> dict[str, Tensor]:
     named = [(name, _whole(parameter)) for stage in run.stages for name, parameter in stage.named_parameters()]
+    named = [(name, unpack(weight) if is_packed(weight) else weight) for name, weight in named]
     weights = dict(named)
     for name, weight in named:  # both ends of a pipeline may be on this rank
         assert torch.equal(weight, weights[name]), f"{name} is not the same in two stages"
@@ -349,6 +249,9 @@ def _observed_batches(
         yield batch
 
 
+_NOT_PLANTED = "is not once in"
+
+
 def rewrite(module: str, function: str, old: str, new: str) -> None:
     """Plant a fault: replace a piece of a function's source ("name" or "Class.name"). Fails if it is not there once."""
     owner: Any = importlib.import_module(module)
@@ -357,7 +260,7 @@ def rewrite(module: str, function: str, old: str, new: str) -> None:
         owner = getattr(owner, part)
     original = getattr(owner, name)
     source = textwrap.dedent(inspect.getsource(original))
-    assert source.count(old) == 1, f"{old!r} is not once in {module}.{function}"
+    assert source.count(old) == 1, f"{old!r} {_NOT_PLANTED} {module}.{function}"
     code = compile(source.replace(old, new), f"<{function}>", "exec", __future__.annotations.compiler_flag)
     made: dict[str, Any] = {}
     exec(code, globals_of_it, made)

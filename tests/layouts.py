@@ -1,7 +1,8 @@
-"""The layouts of the matrix, generated from its axes: all of them, a spread of few, and some that are drawn."""
+"""The layouts of the matrix, generated from its axes: all of them, and some that are drawn."""
 
 import functools
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ AXES: dict[str, tuple[str, ...]] = {
     "balance": ("none", "bias", "losses"),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
-    "lora": ("off", "all-linear"),
+    "lora": ("off", "all-linear", "bfloat16", "nf4"),
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
@@ -68,7 +69,13 @@ BALANCE = {
     "bias": ("--experts.bias_update_speed", "0.01"),
     "losses": ("--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01"),
 }
-LORA = {"off": (), "all-linear": ("--lora.rank", "4", "--lora.alpha", "8")}
+_ADAPTERS = ("--lora.rank", "4", "--lora.alpha", "8")
+LORA = {
+    "off": (),
+    "all-linear": _ADAPTERS,
+    "bfloat16": (*_ADAPTERS, "--lora.base", "bfloat16"),
+    "nf4": (*_ADAPTERS, "--lora.base", "nf4"),
+}
 OF_EXPERTS = {"ep", "router", "balance"}
 """Axes that make no difference to models without experts."""
 RARE = {"compile": 8}
@@ -122,7 +129,19 @@ class Layout:
     @property
     def passes(self) -> int:
         """Forward passes of a rank's stages in a step."""
-        return int(self["accumulation"]) * (int(self["micro_batches"]) if self["pp"] != "1" else 1)
+        micro_batches = int(self["micro_batches"]) * int(self["splits"]) if self["pp"] != "1" else 1
+        return int(self["accumulation"]) * micro_batches
+
+    @property
+    def cost(self) -> float:
+        """Processor time of all its ranks, as a multiple of a pass: within a third of what was measured, mostly.
+
+        A pass takes its time in Python: by the number of operations, whatever their size. Where gradients of weights
+        are computed apart, a checkpointed layer is computed again for each of its weights.
+        """
+        apart = self["pp"] != "1" and SCHEDULES[self["schedule"]].splits_backward and self["checkpointing"] != "none"
+        factors = {3: self["tp"] != "1", 1.8: self["cp"] != "1", 2: self["model"] in _WITH_EXPERTS, 3.7: apart}
+        return self.ranks * (8 + self.passes * math.prod(factor for factor, counts in factors.items() if counts))
 
     def run(self) -> tuple[str, ...]:
         """Settings that decide the run: one process has them too.
@@ -133,7 +152,8 @@ class Layout:
         flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
         flavor += f"_{self['key_heads']}_key_heads" * (self["key_heads"] != "4")
         flavor += "_odd_vocabulary" * (self["vocabulary"] != "1024")
-        flavor += "_sigmoid" * (self["router"] == "sigmoid") + "_tied" * (self["tied"] == "true")
+        flavor += "_sigmoid" * (self["router"] == "sigmoid") + "_wide" * (self["lora"] == "nf4")
+        flavor += "_tied" * (self["tied"] == "true")
         return (
             *("--model.name", self["model"], "--model.flavor", flavor),
             *("--training.seq_len", self["length"]),
@@ -215,8 +235,8 @@ def layout(**given: str) -> Layout:
         idle.append("splits")  # refused
     if values["model"] not in _WITH_EXPERTS:
         idle += OF_EXPERTS
-    else:
-        idle.append("lora")  # refused
+    elif (values["lora"] != "off", values["balance"]) == (True, "bias"):
+        idle.append("balance")  # refused
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
     return found if found.shared_by % int(found["ep"]) == 0 else layout(**given | {"ep": "1"})  # refused
 
@@ -300,34 +320,3 @@ def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout
         values |= draw.choice([{"dp": f"fsdp {fixed['ep']}"}, {"tp": fixed["ep"]}, {"cp": fixed["ep"]}])
     found = layout(**values | fixed)
     return found if found.ranks <= MOST_RANKS else any_layout(draw, small, **fixed)
-
-
-def pairs() -> list[tuple[tuple[str, str], ...]]:
-    """Every two settings of two axes."""
-    return [
-        pair
-        for axes in itertools.combinations(AXES, 2)
-        for pair in itertools.product(*([(axis, value) for value in AXES[axis]] for axis in axes))
-    ]
-
-
-def spread(seed: int = 0, most_ranks: int = MOST_RANKS, tries: int = 160) -> list[Layout]:
-    """Few layouts, of few ranks, that no rule refuses, in which each pair of settings occurs that makes a difference.
-
-    None is compiled, which takes several times as long: tests/test_parallelize_compile.py compiles under every axis.
-    For one missing pair after another, the layout that has most of the missing ones for what it takes.
-    """
-    wanted = [pair for pair in pairs() if ("compile", "true") not in pair]
-    draw, missing, chosen = random.Random(seed), set(wanted), []
-    for pair in draw.sample(wanted, len(wanted)):
-        if pair not in missing:
-            continue
-        drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for _ in range(tries))
-        worth = {each: {*itertools.combinations(each.cell, 2)} & missing for each in drawn}
-        few = [each for each in drawn if pair in worth[each] and each.ranks <= most_ranks]
-        few.sort(key=lambda each: -len(worth[each]) / (each.ranks * (4 + each.passes)) ** 0.5)
-        best = next((each for each in few if not each.refusal()), None)
-        if best:
-            chosen.append(best)
-            missing -= worth[best]
-    return chosen

@@ -18,8 +18,10 @@ from typing import Any
 
 from components.config import ROOT
 from tests import composition
-from tests.harness import BARS, Case, Observation, figures, observe, observe_all
-from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, Layout, any_layout, main_layouts, spread
+from tests.figures import BARS, Observation, figures
+from tests.harness import Case, observe, observe_all
+from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, Layout, any_layout, main_layouts
+from tests.spread import spread
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -143,3 +143,13 @@ def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None and multiprocessing.connection.wait([parent.sentinel]):
         os._exit(1)
+
+
+@contextlib.contextmanager
+def group_of_one() -> Iterator[None]:
+    """This process is the one rank of a world."""
+    init_distributed(60)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -23,6 +23,8 @@ class Routing:
     known: dict[Key, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     flips: int = 0
     """Tokens that would have been sent elsewhere, where this was replayed."""
+    within: float = 1e-3
+    """A token's scores are at most so far from those that it has in the run that is replayed."""
 
     def smallest_gap(self) -> float:
         """Between the last chosen expert of any token and the first that is not chosen."""
@@ -56,7 +58,7 @@ def _watch(name: str, router: Router, run: train.Run, given: Routing | None, see
         all_scores, all_chosen = (torch.cat(tensors) for tensors in zip(*given.known[key], strict=True))
         # A token is found by its scores, of which equal ones have equal choices.
         distance, nearest = torch.cdist(scores, all_scores).min(1) if len(scores) else (scores.sum(1), chosen[:, 0])
-        assert not len(scores) or distance.max() < 1e-3, "scores that one process has not"
+        assert not len(scores) or distance.max() < given.within, "scores that one process has not"
         replayed = all_chosen[nearest].view_as(chosen)
         if torch._C._current_graph_task_id() == -1:  # not computed again for backward
             seen.flips += int((replayed != chosen).any(1).sum())

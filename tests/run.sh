@@ -27,7 +27,8 @@ if [ $# -gt 0 ]; then
     step "tests" pytest --durations=10 "$@"
 else
     step "tests" pytest -n 2 --dist loadfile --durations=10 -m "not clock"
-    step "tests that need the machine for themselves" pytest -m clock
+    # Only files with such tests: to collect all others takes ten seconds.
+    step "tests that need the machine for themselves" pytest -m clock $(grep -lw clock tests/test_*.py)
     step "convergence" tests.convergence
 fi
 [ -z "$whole" ] || step "every layout" tests.matrix --all

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from components.config import ROOT, load_config
 from models import MODELS
@@ -18,6 +19,19 @@ from parallelize import parallelize_model
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 VOCABULARY = 1024
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
+
+
+def _wide(sizes: Any) -> Any:
+    """With matrices whose rows are blocks of NF4, which four tensor parallel ranks keep whole."""
+    more: dict[str, int] = {"head_size": 256 // sizes.n_heads} if sizes.head_size else {}
+    if isinstance(sizes, MixtureConfig):
+        more["expert_dim"] = 256
+    if isinstance(sizes, DeepseekV3Config):
+        more |= {"kv_lora_rank": 64, "v_dim": 256 // sizes.n_heads, "nope_dim": 256 // sizes.n_heads - sizes.rope_dim}
+        more |= {"q_lora_rank": 64} if sizes.q_lora_rank else {}
+    return replace(sizes, dim=256, ffn_dim=256, **more)
+
+
 for name, (_, flavors) in MODELS.items():
     parallelize_model(name)
     debug = flavors["debug"]
@@ -48,8 +62,9 @@ for name, (_, flavors) in MODELS.items():
                 third, score="sigmoid", normalised=True, n_groups=4, top_groups=2, top_k=3, route_scale=2.5, n_shared=1
             )
     for flavor, each in sizes.items():
-        flavors[flavor] = replace(each, tie_embeddings=False)
-        flavors[f"{flavor}_tied"] = replace(each, tie_embeddings=True)
+        for suffix, size in (("", each), ("_wide", _wide(each))):
+            flavors[flavor + suffix] = replace(size, tie_embeddings=False)
+            flavors[f"{flavor}{suffix}_tied"] = replace(size, tie_embeddings=True)
 # Weights are nearly all that it needs memory for.
 FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn_dim=384, vocab_size=4096)
 FLAVORS["less_deep"] = replace(FLAVORS["deep"], n_layers=8)

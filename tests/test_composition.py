@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests import composition, matrix
-from tests.harness import BARS
+from tests.figures import BARS
 from tests.layouts import AXES, layout
 
 

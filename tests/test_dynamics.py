@@ -31,7 +31,8 @@ from tests.dynamics import (
     one_process,
     wrong,
 )
-from tests.harness import Observation, observe, observe_all, rewrite
+from tests.figures import Observation
+from tests.harness import observe, observe_all, rewrite
 from tests.test_train import count_waits, rows, run_train
 
 COMPILED_LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import pytest
 
 from tests.dynamics import CP, LOCAL, PP, REPLICATE, SHARD, TP, case, one_process, wrong
-from tests.harness import Observation, observe_all, rewrite
+from tests.figures import Observation
+from tests.harness import observe_all, rewrite
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from components import guards
 from components.guards import Spikes
 from components.launch.exit_codes import ExitCode
 from parallelize.groups import gather
-from tests.harness import Observation, broken_bars, observe, rewrite, whole_weights
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite, whole_weights
 
 ALONE = ("--parallelism.data_parallel_shard_degree", "1")
 LAYOUTS: dict[str, tuple[str, ...]] = {

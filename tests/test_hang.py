@@ -15,7 +15,8 @@ import torch.distributed as dist
 import train
 from components.launch.hang import HangWatch, Report, Wait, sentence
 from parallelize.groups import set_timeout
-from tests.harness import Case, Observation, observe_all
+from tests.figures import Observation
+from tests.harness import Case, observe_all
 from tests.launches import alive
 from tests.test_guards import ALONE
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from components.config import ROOT
-from tests import harness
+from tests import figures, harness
 
 WAITING = """
 import os, time
@@ -48,7 +48,7 @@ def test_a_rank_ends_with_the_test_that_started_it() -> None:
 def test_the_command_fails_where_a_bar_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["harness", "1", "--optimizer.lr", "2e-3"])
     assert harness.main() == 0
-    monkeypatch.setitem(harness.BARS, "loss", -1.0)
+    monkeypatch.setitem(figures.BARS, "loss", -1.0)
     assert harness.main() == 1
 
 

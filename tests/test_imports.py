@@ -20,15 +20,19 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.launch": ("components.config", *LAYOUT),
     "components.counter_hash": ("parallelize.sharding",),
     "components.rounding": ("components.counter_hash", "parallelize.sharding"),
-    "components.rounded_adam": ("components.counter_hash", "components.rounding", "parallelize.sharding"),
-    "components.muon": ("components.counter_hash", "components.rounding", "parallelize.sharding"),
+    "components.visits": ("components.rounding", "parallelize.sharding"),
+    "components.rounded_adam": ("components.counter_hash", "components.rounding", "components.visits"),
+    "components.muon": (
+        *("components.counter_hash", "components.rounding", "components.visits", "parallelize.sharding"),
+    ),
     "components.optimizer": (
-        *("components.config", "components.muon", "components.rounded_adam", "models.parameters", *LAYOUT),
+        *("components.config", "components.muon", "components.rounded_adam", "components.visits"),
+        *("models.parameters", *LAYOUT),
     ),
     "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.state": (
         *("components.config", "components.counter_hash", "components.files", "components.data", "components.launch"),
-        *("models.hugging_face", "models.parameters", *LAYOUT),
+        *("models.hugging_face", "models.nf4", "models.parameters", *LAYOUT),
     ),
     "components.state.adapters": ("components", "models", *LAYOUT),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),

@@ -2,11 +2,13 @@
 
 import functools
 import itertools
+from collections import Counter
 
 import pytest
 
-from tests.layouts import FAMILIES, NEEDS, Layout, layout, main_layouts, pairs, spread
+from tests.layouts import FAMILIES, NEEDS, Layout, layout, main_layouts
 from tests.matrix import Result, measure
+from tests.spread import pairs, spread
 
 LARGE = [
     layout(dp="hsdp 2x2", tp="2"),
@@ -25,7 +27,8 @@ OTHER_FAMILIES = [
         {"cp": "2", "pp": "2", "schedule": "Interleaved1F1B", "length": "33"},
     )
 ]
-SPREAD: list[Layout] = [*sorted(spread(most_ranks=4), key=lambda each: each.ranks), *OTHER_FAMILIES, *LARGE]
+GIVEN = [*OTHER_FAMILIES, *LARGE]
+SPREAD: list[Layout] = [*sorted(spread(most_ranks=4, given=GIVEN), key=lambda each: each.ranks), *GIVEN]
 
 
 @functools.cache
@@ -50,6 +53,12 @@ def test_the_spread_has_every_pair_of_settings() -> None:
         needed = {NEEDS[axis]: "2" for axis, _ in pair if axis in NEEDS}
         least = layout(**degrees | needed | dict(pair))
         assert least.ranks > 4 or not {*pair} <= {*least.cell} or least.refusal(), pair
+
+
+def test_each_layout_of_the_spread_has_a_pair_of_its_own() -> None:
+    times = Counter(pair for each in SPREAD for pair in itertools.combinations(each.cell, 2))
+    for each in SPREAD:
+        assert each in GIVEN or any(times[pair] == 1 for pair in itertools.combinations(each.cell, 2)), each
 
 
 def test_settings_without_effect_are_left_out() -> None:

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from models.llama import FLAVORS
-from tests.harness import Observation, figures, observe, rewrite
+from tests.figures import Observation, figures
+from tests.harness import observe, rewrite
 from tests.test_memory import LONG, count_activations
 from tests.test_parallelize_data import UNEVEN_LABELS
 

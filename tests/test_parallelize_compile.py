@@ -7,7 +7,8 @@ import torch
 
 import train
 from parallelize.sharding import local_part
-from tests.harness import broken_bars, figures, observe, rewrite
+from tests.figures import broken_bars, figures
+from tests.harness import observe, rewrite
 from tests.test_memory import LONG
 from tests.test_parallelize_activation import FULL, LAYOUTS
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process

@@ -11,7 +11,8 @@ import train
 from models import MODELS, flex
 from models.llama import FLAVORS, Llama
 from parallelize.context import rank_order, sequence_order, shard_sequence
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 CP = "--parallelism.context_parallel_degree"

@@ -10,7 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 
 import train
 from components.describe import introduce
-from tests.harness import Observation, broken_bars, figures, observe, rewrite
+from tests.figures import Observation, broken_bars, figures
+from tests.harness import observe, rewrite
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
@@ -152,7 +153,7 @@ FAULTS = {
         '("pp", "dp_replicate")',
     ),
     "a local batch dropped": ("train", "train_step", "in range(run.acc", "in range(1, run.acc"),
-    "gradients never reduced": ("train", "train_step", "last=number == run.accumulation_steps - 1", "last=False"),
+    "gradients never reduced": ("train", "train_step", "(run.stages, last, ", "(run.stages, False, "),
     "a rank starts from other weights": (
         "train",
         "build",

@@ -1,6 +1,7 @@
 """Expert parallel: the run of one process at every degree, its planted faults, its messages, and resuming."""
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 import train
 from models import MODELS
 from models.moe import Router
-from tests.harness import Observation, broken_bars, figures, observe, rewrite
+from tests.figures import Observation, broken_bars, figures
+from tests.harness import observe, rewrite
 from tests.test_collectives import count_traffic
 from tests.test_weights import export
 
@@ -146,6 +148,21 @@ def test_bfloat16_routes_in_float32_and_is_near_one_process() -> None:
         observed = observe(*MOE, *half, *layout, ranks=2, valid_labels=LABELS, routing=one.routing)
         assert figures(observed, one)["gradient"] < 1e-2
     assert torch.isfinite(torch.tensor(one.losses)).all()
+
+
+@pytest.mark.parametrize("axis", [TP, CP])
+def test_bfloat16_is_as_near_as_without_experts_where_routing_is_replayed(axis: str) -> None:
+    """Of the first step: split sums are rounded otherwise than one process's, with experts and without."""
+    half = ("--training.mixed_precision_param", "bfloat16", "--model.flavor", "many_heads")
+    errors = {}
+    for name in ("qwen3", "qwen3_moe"):
+        words = ("--model.name", name, *half)
+        one = observe(*words, steps=1, valid_labels=LABELS)
+        routing = replace(one.routing, within=0.1) if name == "qwen3_moe" else None
+        split = observe(*words, axis, "2", ranks=2, steps=1, valid_labels=LABELS, routing=routing)
+        errors[name] = figures(split, one)["gradient"]
+    assert errors["qwen3_moe"] < 1.25 * errors["qwen3"]
+    assert errors["qwen3"] < 0.02
 
 
 def test_a_stage_without_a_layer_makes_the_same_groups() -> None:

@@ -10,7 +10,8 @@ import train
 from components.config import ConfigError, load_config
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, warnings
-from tests.harness import Observation, figures, observe
+from tests.figures import Observation, figures
+from tests.harness import observe
 from tests.test_parallelize_activation import FULL, LAYOUTS
 from tests.test_parallelize_compile import TRACED
 from tests.test_parallelize_data import UNEVEN_LABELS

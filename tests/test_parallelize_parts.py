@@ -12,7 +12,8 @@ from models.llama import FLAVORS
 from parallelize.parts import _Earlier, _PartCore, cut_into_parts
 from parallelize.tables import order_of_parts, simulate
 from parallelize.timeline import actions, idle, most_alive
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS
 
 PP, SPLITS = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_sequence_splits"

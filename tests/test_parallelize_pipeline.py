@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import train
-from tests.harness import Case, Observation, broken_bars, observe, observe_all, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import Case, observe, observe_all, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
 SIX_LAYERS = ("--model.flavor", "long", "--training.global_batch_size", "24", "--training.local_batch_size", "24")

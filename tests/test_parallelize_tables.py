@@ -10,7 +10,8 @@ from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.tables import Order, read_table, written
 from parallelize.timeline import actions
-from tests.harness import broken_bars, observe
+from tests.figures import broken_bars
+from tests.harness import observe
 from tests.small import RECIPE, SMALL
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 

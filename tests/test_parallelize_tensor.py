@@ -20,7 +20,8 @@ from models.loss import linear_cross_entropy
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
 from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.small import VOCABULARY
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -173,7 +174,7 @@ def test_ranks_may_outnumber_key_heads(layout: tuple[str, ...], ranks: int, name
 @pytest.mark.parametrize(
     "fault",
     [
-        ("partial_sum(parameter)", "parameter.to_local()"),
+        ("partial_sum(getattr(module, name))", "getattr(module, name).to_local()"),
         ("partial_sum(x_BSD)", "x_BSD.to_local()"),
         ("device_mesh.get_local_rank() * self.heads // ranks", "device_mesh.get_local_rank() % self.heads"),
     ],
@@ -253,8 +254,8 @@ FAULTS = {
     "tp ranks start from other norms": (
         "components.state.init",
         "initialize_weights",
-        "parameter.fill_(1.0)",
-        "parameter.fill_(1.0 + 0.5 * torch.distributed.get_rank())",
+        "numbers.fill_(1.0)",
+        "numbers.fill_(1.0 + 0.5 * torch.distributed.get_rank())",
     ),
 }
 

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import train
 from components.config import ROOT
-from tests.harness import broken_bars, figures, observe, rewrite
+from tests.figures import broken_bars, figures
+from tests.harness import observe, rewrite
 from tests.test_parallelize_data import LAYOUTS, UNEVEN_LABELS, local_batch, one_process
 
 TP2 = ("--parallelism.tensor_parallel_degree", "2")

@@ -19,7 +19,8 @@ import train
 from components.config import ROOT, ConfigError
 from components.state.together import together
 from parallelize.groups import from_rank_0, gather, set_timeout
-from tests.harness import broken_bars, observe, rewrite
+from tests.figures import broken_bars
+from tests.harness import observe, rewrite
 from tests.small import RECIPE
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 

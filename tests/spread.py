@@ -1,0 +1,71 @@
+"""A spread of the layouts: every pair of settings occurs, in layouts that take little time together."""
+
+import heapq
+import itertools
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from tests.layouts import AXES, MOST_RANKS, Layout, any_layout
+
+_NUMBER = {setting: number for number, setting in enumerate((axis, v) for axis in AXES for v in AXES[axis])}
+
+
+def pairs() -> list[tuple[tuple[str, str], ...]]:
+    """Every two settings of two axes."""
+    return [
+        pair
+        for axes in itertools.combinations(AXES, 2)
+        for pair in itertools.product(*([(axis, value) for value in AXES[axis]] for axis in axes))
+    ]
+
+
+def _settings(each: Layout) -> tuple[np.ndarray, ...]:
+    """Where the pairs of a layout are in a table of all pairs; a setting that no axis has is the last row."""
+    numbers = [_NUMBER.get(setting, len(_NUMBER)) for setting in each.cell]
+    return np.ix_(numbers, numbers)
+
+
+def spread(
+    seed: int = 0, most_ranks: int = MOST_RANKS, given: Sequence[Layout] = (), tries: tuple[int, ...] = (8, 60)
+) -> list[Layout]:
+    """Layouts that no rule refuses, in which each pair of settings occurs that makes a difference.
+
+    Pairs of the given layouts are left out. None is compiled, which takes several times as long:
+    tests/test_parallelize_compile.py compiles under every axis. So many layouts are drawn for each missing pair, then
+    once more for those that are still missing; the next chosen has most of the missing pairs for what it takes. At the
+    end those go whose pairs all occur in others.
+    """
+    wanted = np.zeros((len(_NUMBER) + 1,) * 2, dtype=bool)
+    for one, other in pairs():
+        wanted[_NUMBER[one], _NUMBER[other]] = ("compile", "true") not in (one, other)
+    missing, draw, chosen = wanted.copy(), random.Random(seed), list[Layout]()
+    for each in given:
+        missing[_settings(each)] = False
+
+    def worth(each: Layout) -> float:
+        return float(missing[_settings(each)].sum()) / each.cost
+
+    for count in tries:
+        sought = [pair for pair in pairs() if missing[_NUMBER[pair[0]], _NUMBER[pair[1]]] for _ in range(count)]
+        drawn = dict.fromkeys(any_layout(draw, small=True, **{"compile": "false"} | dict(pair)) for pair in sought)
+        queue = [(-worth(each), number, each) for number, each in enumerate(drawn) if each.ranks <= most_ranks]
+        heapq.heapify(queue)
+        while queue and queue[0][0]:
+            _, number, best = heapq.heappop(queue)
+            now = worth(best)  # less than before, if others have its pairs by now
+            if queue and -now > queue[0][0]:
+                heapq.heappush(queue, (-now, number, best))
+            elif now and not best.refusal():
+                chosen.append(best)
+                missing[_settings(best)] = False
+    times = np.zeros(wanted.shape, dtype=int)
+    for each in (*given, *chosen):
+        times[_settings(each)] += 1
+    for each in sorted(chosen, key=lambda each: -each.cost):
+        own = _settings(each)
+        if not (wanted[own] & (times[own] == 1)).any():
+            chosen.remove(each)
+            times[own] -= 1
+    return chosen
