@@ -14,21 +14,21 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import train
 from components import generate as generation
 from components.config import ROOT, Checkpoint, ConfigError, JobConfig, Model, to_dict
-from components.data.tokenizer import JsonTokenizer, Tokenizer, load_tokenizer
-from components.generate import build, check_ranks, continue_text, decode_stream, generate, open_source, sample
+from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.generate import build, check_ranks, continue_text, generate, open_source, sample
 from components.state.checkpoint import Checkpointer, write_json
 from components.state.init import initialize_weights
 from components.state.weights import export
 from models import MODELS, meta_model
-from parallelize.groups import gather, init_distributed
+from parallelize.groups import gather
 from tests.harness import observe
+from tests.ranks import group_of_one
 
 transformers = pytest.importorskip("transformers")
 
@@ -39,9 +39,8 @@ one_family = pytest.mark.parametrize("saved", ["qwen3"], indirect=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def _a_group_of_one() -> Iterator[None]:
-    init_distributed(60)
-    yield
-    dist.destroy_process_group()
+    with group_of_one():
+        yield
 
 
 @dataclass
@@ -214,27 +213,6 @@ def test_the_last_token_ends_the_text(saved: Saved) -> None:
     end = tokens.index(tokenizer.eos_id)
     said = "".join(continue_text(model, tokenizer, PROMPT, 30, 0.0, 1.0, 0))
     assert said == tokenizer.decode(tokens[:end]) != tokenizer.decode(tokens)
-
-
-def test_characters_come_whole(tmp_path: Path) -> None:
-    words, tokenizer = "für 日本語 🙂, ok", load_tokenizer("assets/tokenizer")
-    ids = tokenizer.encode(words)
-    pieces = [*decode_stream(tokenizer, tokenizer.encode("Ein Wort "), ids)]
-    assert "".join(pieces) == words
-    assert 5 < len(pieces) < len(ids)
-    assert not any("\ufffd" in piece for piece in pieces)
-    cut = tokenizer.encode("🙂")[:-1]
-    assert "".join(decode_stream(tokenizer, [], cut)) == "\ufffd"
-
-
-def test_words_of_a_tokenizer_that_leaves_out_the_first_space_stay_apart(tmp_path: Path) -> None:
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "<unk>": 2}, unk_token="<unk>"))
-    made.pre_tokenizer, made.decoder = tokenizers.pre_tokenizers.Metaspace(), tokenizers.decoders.Metaspace()
-    made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = JsonTokenizer(tmp_path / "tokenizer.json")
-    assert "".join(decode_stream(tokenizer, [0], [1, 1, 0])) == " b b a"
 
 
 @one_family

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import importlib.util
 import re
-import types
 from typing import Any
 
 import pytest
@@ -15,8 +13,9 @@ from models import MODELS
 from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
-from parallelize.rules import RULES, broken_rules, check_device, check_layout, check_model, warnings
-from tests.harness import broken_bars, observe
+from parallelize.rules import RULES, broken_rules, check_layout, check_model, warnings
+from tests.figures import broken_bars
+from tests.harness import observe
 from tests.small import SMALL
 
 
@@ -30,8 +29,6 @@ LORA = ("--lora.rank", "4", "--lora.target_modules", '["wqq"]')
 KERNEL = "--model.attention_kernel"
 ROPE, SINKS = "--model.rope_scaling.", ("--model.name", "gpt_oss", "--model.flavor", "tiny")
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
-
-
 PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
 MICRO, RESHARD = "--parallelism.pipeline_parallel_microbatch_size", "--parallelism.fsdp_reshard_after_forward"
 SHARD = "--parallelism.data_parallel_shard_degree"
@@ -119,7 +116,7 @@ CASES = [
     Refused("async tensor parallel", (ASYNC, "true", TP, "2"), "it needs compile.enable = true", ""),
     Refused(
         "async tensor parallel",
-        (ASYNC, "true", TP, "2", "--parallelism.sequence_parallel", "false", "--compile.enable", "true"),
+        (ASYNC, "true", TP, "2", "--parallelism.sequence_parallel", "false", *COMPILE),
         "it needs parallelism.sequence_parallel = true$",
         "",
     ),
@@ -134,6 +131,7 @@ CASES = [
     Refused("rope scaling", (ROPE + "beta_fast", "16"), "does not take beta_fast; yarn would", "", ranks=1),
     Refused("rope scaling", (ROPE + "rope_type", "yarn"), "stretches nothing with factor = 1", "", ranks=1),
     Refused("adapters", LORA, "wqq is no matrix of the layers; did you mean wq?", "error", ranks=1),
+    Refused("blocks of a base", ("--lora.rank", "4", "--lora.base", "nf4", TP, "2"), "no whole blocks of 64", ""),
     Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused("attention kernel", (KERNEL, "sdpa", *SINKS), "the sinks of gpt_oss has kernels of its own", "", ranks=1),
@@ -191,6 +189,13 @@ CASES = [
         (*EXPERTS, PP, "2", SPLITS, "2", "--experts.sequence_loss_factor", "0.1"),
         "a part does not know the experts of later parts",
         "",
+    ),
+    Refused(
+        "biases beside adapters",
+        (*EXPERTS, "--lora.rank", "4", "--experts.bias_update_speed", "0.1"),
+        "biases of routers, which are frozen beside adapters",
+        "",
+        ranks=1,
     ),
     Refused(
         "export of biases",
@@ -321,32 +326,6 @@ def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
         check_model(config_of("--model.name", "lama"))
     with pytest.raises(ConfigError, match=r'model.flavor = "8b": not one of .*405B.*; did you mean 8B\?'):
         check_model(config_of("--model.flavor", "8b"))
-
-
-def test_what_a_device_lacks_is_named() -> None:
-    config = config_of("--profiling.enable_memory_snapshot", ASYNC, KERNEL, "flex")
-    with pytest.raises(ConfigError) as refused:
-        check_device(config, None)
-    assert [message.partition("=")[0].rpartition(".")[2].strip() for message in refused.value.messages] == [
-        "enable_memory_snapshot",
-        "enable_async_tensor_parallel",
-        "attention_kernel",
-    ]
-    check_device(config, (9, 0))
-
-
-def test_train_py_makes_no_dry_run() -> None:
-    with pytest.raises(ConfigError, match=r'comm.mode = "fake_backend": train.py trains'):
-        check_device(config_of("--comm.mode", "fake_backend"), (9, 0))
-
-
-def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin="/a clone/torch"))
-    with pytest.raises(ConfigError, match=r"cannot link with a torch whose path has a space: /a clone/torch"):
-        check_device(config_of(*COMPILE), None)
-    check_device(config_of(*COMPILE), (9, 0))
-    check_device(config_of(*COMPILE, "--compile.backend", "aot_eager"), None)
-    check_device(config_of(), None)
 
 
 def test_tensor_parallel_over_nodes_is_warned_of() -> None:

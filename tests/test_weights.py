@@ -21,11 +21,11 @@ from components.config import ConfigError, Model, load_config
 from components.start import check_initial_weights
 from components.state import checkpoint, weights
 from models import MODELS, meta_model
-from models.hugging_face import from_hugging_face
 from models.moe import MixtureConfig
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.small import RECIPE, SMALL
 
 transformers = pytest.importorskip("transformers")
@@ -34,7 +34,7 @@ PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_par
 TP = ("--parallelism.tensor_parallel_degree", "2")
 BATCH = ("--training.local_batch_size", "8", "--training.global_batch_size", "48")
 FAMILIES = ["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny", "gpt_oss tiny", "qwen2 tiny"]
-FAMILIES += ["deepseek_v3 tiny", "deepseek_v3 tiny_sigmoid"]
+FAMILIES += ["deepseek_v3 tiny", "deepseek_v3 tiny_sigmoid", "mistral tiny", "gemma3 tiny_tied"]
 LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *PP))}
 
 
@@ -76,6 +76,11 @@ def export(run: train.Run, checkpoint: Path, target: Path) -> list[str]:
     except OSError as error:
         return gather(str(error))
     return []
+
+
+def test_every_family_of_hugging_face_is_here() -> None:
+    named = {name for name, (model_class, _) in MODELS.items() if model_class.hf_type}
+    assert {family.split()[0] for family in FAMILIES} == named
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -224,116 +229,6 @@ def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) ->
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"attention_bias": True}, "attention_bias = True: not available"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic: not available"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu: not available"),
-    ],
-)
-def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) -> None:
-    model = meta_model(Model(name="llama", flavor="tiny"))
-    assert model.hf_misfits(model.hf_config()) == []
-    assert model.hf_misfits(model.hf_config() | change) == [reason]
-
-
-def test_a_window_that_the_model_lacks_and_stretched_positions_in_it_are_refused() -> None:
-    mistral, gemma = (meta_model(Model(name=name, flavor="debug")) for name in ("mistral", "gemma3"))
-    for window in (None, 63):
-        assert mistral.hf_misfits(mistral.hf_config() | {"sliding_window": window}) == [
-            f"sliding_window is {window} there and 64 here"
-        ]
-    given = transformers.AutoConfig.for_model(**gemma.hf_config()).to_dict()
-    assert gemma.hf_misfits(given) == []
-    given["rope_parameters"]["sliding_attention"]["rope_type"] = "linear"
-    assert gemma.hf_misfits(given) == ["rope_type = linear of sliding_attention: not available"]
-    given = gemma.hf_config() | {"layer_types": ["full_attention"] + 3 * ["sliding_attention"]}
-    assert "layer_types = ['full_attention', " in gemma.hf_misfits(given)[0]
-
-
-@pytest.mark.parametrize("spelling", ["older", "newer"])
-@pytest.mark.parametrize(
-    ("name", "flavor"),
-    [
-        *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B"), ("mistral", "7B-v0.1"), ("mistral", "7B")),
-        *(("gemma3", "1B"), ("gemma3", "27B")),
-    ],
-)
-def test_both_spellings_of_config_json_are_read(spelling: str, name: str, flavor: str) -> None:
-    model = meta_model(Model(name=name, flavor=flavor))
-    given = model.hf_config()
-    if spelling == "newer":
-        given = transformers.AutoConfig.for_model(**given).to_dict()
-        assert "rope_scaling" not in given
-    assert from_hugging_face(given, type(model.config)) == MODELS[name][1][flavor] or model.hf_misfits(given) == []
-    assert model.hf_misfits(given) == []
-
-
-PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
-    ("qwen2", "0.5B"): {
-        "hidden_act": "silu",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "max_position_embeddings": 32768,
-        "max_window_layers": 24,
-        "num_attention_heads": 14,
-        "num_hidden_layers": 24,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": True,
-        "use_mrope": False,
-        "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    ("mistral", "7B-v0.1"): {
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05,
-        "rope_theta": 10000.0,
-        "sliding_window": 4096,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-    },
-    ("gemma3", "1B"): {
-        "attention_bias": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
-        "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh",
-        "hidden_size": 1152,
-        "intermediate_size": 6912,
-        "max_position_embeddings": 32768,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 26,
-        "num_key_value_heads": 1,
-        "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06,
-        "rope_local_base_freq": 10000,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": 512,
-        "sliding_window_pattern": 6,
-        "vocab_size": 262144,
-    },
-}
-"""What is published as config.json of these models, but for names and numbers of tokens."""
-
-
-@pytest.mark.parametrize(("name", "flavor"), PUBLISHED)
-def test_published_config_json_is_that_of_the_flavor(name: str, flavor: str) -> None:
-    model, given = meta_model(Model(name=name, flavor=flavor)), PUBLISHED[name, flavor]
-    assert model.hf_misfits(given | {"model_type": model.hf_type}) == []
-    assert from_hugging_face(given, type(model.config)) == model.config
-
-
 def broken_folders(folder: Path) -> Iterator[tuple[str, str]]:
     yield "nothing", "No such file"
     (folder / "empty").mkdir()
@@ -409,7 +304,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
 
 def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
     """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
-    plant = partial(rewrite, "components.state.weights", "_fill", "slice(first, first + size)", "slice(0, size)")
+    plant = partial(rewrite, "components.state.weights", "_fill_one", "slice(first, first + size)", "slice(0, size)")
     observed = observe(
         *start_from(folder, *TP), ranks=2, steps=0, folder=str(tmp_path / "run"), mutate=plant
     ).first_weights

@@ -3,13 +3,12 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,9 +19,10 @@ from components.start import check_initial_weights
 from components.state import weights
 from components.state.quantized import Fp8, Mxfp4, Quantization
 from models import meta_model
-from parallelize.groups import gather, init_distributed
+from parallelize.groups import gather
 from parallelize.sharding import own_slice
 from tests.harness import observe
+from tests.ranks import group_of_one
 from tests.small import RECIPE, SMALL
 from tests.test_weights import LAYOUTS, start_from
 from tests.test_weights_parts import Experts, import_and_export
@@ -277,16 +277,10 @@ def test_parts_of_mxfp4_tensors(ranks: int, split: int, tmp_path: Path) -> None:
     import_and_export(ranks, split, tmp_path / "packed", tmp_path / "wide", tmp_path)
 
 
-@pytest.fixture
-def a_group_of_one() -> Iterator[None]:
-    init_distributed(60)
-    yield
-    dist.destroy_process_group()
-
-
-def test_generate_widens(fp8: tuple[Path, dict[str, Tensor]], a_group_of_one: None) -> None:
+def test_generate_widens(fp8: tuple[Path, dict[str, Tensor]]) -> None:
     folder, there = fp8
-    model = build(open_source(folder, None), torch.device("cpu"), torch.float32)
+    with group_of_one():
+        model = build(open_source(folder, None), torch.device("cpu"), torch.float32)
     for name, right in ours_of(folder, there).items():
         assert model.get_parameter(name).equal(right), name
 

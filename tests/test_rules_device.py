@@ -1,0 +1,36 @@
+"""Settings that a device or an installation cannot have, each refused with its reason."""
+
+import importlib.util
+import types
+
+import pytest
+
+from components.config import ConfigError
+from parallelize.rules import check_device
+from tests.test_rules import ASYNC, COMPILE, KERNEL, config_of
+
+
+def test_what_a_device_lacks_is_named() -> None:
+    config = config_of("--profiling.enable_memory_snapshot", ASYNC, KERNEL, "flex")
+    with pytest.raises(ConfigError) as refused:
+        check_device(config, None)
+    assert [message.partition("=")[0].rpartition(".")[2].strip() for message in refused.value.messages] == [
+        "enable_memory_snapshot",
+        "enable_async_tensor_parallel",
+        "attention_kernel",
+    ]
+    check_device(config, (9, 0))
+
+
+def test_train_py_makes_no_dry_run() -> None:
+    with pytest.raises(ConfigError, match=r'comm.mode = "fake_backend": train.py trains'):
+        check_device(config_of("--comm.mode", "fake_backend"), (9, 0))
+
+
+def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin="/a clone/torch"))
+    with pytest.raises(ConfigError, match=r"cannot link with a torch whose path has a space: /a clone/torch"):
+        check_device(config_of(*COMPILE), None)
+    check_device(config_of(*COMPILE), (9, 0))
+    check_device(config_of(*COMPILE, "--compile.backend", "aot_eager"), None)
+    check_device(config_of(), None)
