@@ -12,7 +12,7 @@ from models.llama import FLAVORS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from tests.benchmarks.gpu import __main__ as kit
-from tests.benchmarks.gpu.rows import PATHS, SIZES, STEPS
+from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS
 from tests.benchmarks.peers.ours import sizes, words
 from tests.small import RECIPE, SMALL
 
@@ -51,6 +51,14 @@ def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refuse
     found = kit.check(replace(path, words=("--model.attention_kernel", "flex")))
     assert found["verdict"] == "refused"
     assert found["why"].endswith("FlexAttention has no backward on a CPU")
+
+
+def test_bits_that_differ_are_counted() -> None:
+    (same,) = (same for same in SAME_BITS if same.name == "states on the host, AdamW")
+    assert kit.check_bits(same) == {"verdict": "holds", "differ": 0}
+    broken = kit.check_bits(replace(same, words=("--optimizer.lr", "1e-2")))
+    assert broken["verdict"] == "broken"
+    assert broken["differ"] > 0
 
 
 def test_every_path_and_step_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Is it still the same training run? Loss and gradient norm at every step, against one rank and a golden curve.
 
 python -m tests.convergence                                   llama_debug for 20 steps at several layouts
-python -m tests.convergence --long                            both families for 200 steps, at every axis
+python -m tests.convergence --long                            llama_debug and qwen3_debug for 200 steps, at every axis
 python -m tests.convergence recipes/mine.toml                 any recipe
 python -m tests.convergence recipes/mine.toml "fsdp 2 tp 2" "cp 2"       the sides that are given
 python -m tests.convergence recipes/mine.toml --reference main@ "one rank"        a revision against the working tree
@@ -58,7 +58,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("words", nargs="*", metavar="RECIPE or SIDE", help="a recipe first, then the sides to compare")
     parser.add_argument("--reference", default="one rank", metavar="SIDE", help="what all are compared with")
     parser.add_argument("--steps", type=int, help="steps of each run (default 20, with --long 200)")
-    parser.add_argument("--long", action="store_true", help="200 steps, more layouts; without a recipe both families")
+    parser.add_argument(
+        "--long", action="store_true", help="200 steps, more layouts; without a recipe llama_debug and qwen3_debug"
+    )
     parser.add_argument("--refresh", action="store_true", help="write the golden curve; shows the old one beside it")
     parser.add_argument("--output", type=Path, help="folder of the report (default: outputs/convergence/RECIPE-STEPS)")
     split = argv.index("--") if "--" in argv else len(argv)

@@ -16,6 +16,7 @@ _RUN = ("model", "optimizer", "lr_scheduler", "training", "quantize", "debug")
 _NOT_THE_RUN = {
     *("local_batch_size", "dataloader", "enable_cpu_offload", "gc_freq", "dataset_cache", "dataset_streaming"),
     *("implementation", "attention_kernel", "hf_assets_path", "max_nonfinite_steps", "check_replicas_freq"),
+    "state_offload",
 }
 """Keys of them that do not."""
 

@@ -32,9 +32,10 @@ from components.config import ROOT, ConfigError, Model
 from components.metrics import git_revision, peak_flops
 from models import meta_model
 from tests import matrix
-from tests.benchmarks.gpu.rows import PATHS, SIZES, STEPS, TINY, FastPath, Step
+from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS, TINY, FastPath, SameBits, Step
 from tests.benchmarks.peers import sides
-from tests.harness import figures, observe
+from tests.figures import figures
+from tests.harness import observe
 from tests.layouts import main_layouts
 
 MOST_SECONDS = 240
@@ -55,6 +56,15 @@ def check(path: FastPath) -> Row:
     errors = {"loss": found["loss"], "gradient": found["gradient"]}
     held = all(error <= bar for error, bar in zip(errors.values(), path.bars, strict=True))
     return {"verdict": "holds" if held else "broken", **errors}
+
+
+def check_bits(same: SameBits) -> Row:
+    """How many parameters differ after three steps beside what may change none."""
+    given = (*SIZES, *same.run)
+    before = observe(*given, steps=3).weights
+    after = observe(*given, *same.words, steps=3, mutate=same.mutate).weights
+    differ = sum(not torch.equal(before[name], weight) for name, weight in after.items())
+    return {"verdict": "broken" if differ else "holds", "differ": differ}
 
 
 def time_of(side: str, step: Step, device: str) -> Row:
@@ -104,6 +114,10 @@ def tables(rows: dict[str, Row], steps: list[Step], device: str) -> str:
         if row := rows.get(path.name):
             errors = [f"{row[figure]:.1e}" if figure in row else "" for figure in ("loss", "gradient")]
             lines.append(f"| {path.name} | {' | '.join(errors)} | {row['verdict']} {row.get('why', '')} |")
+    lines += ["", "| with and without it, three steps | parameters that differ | |", "|---|---|---|"]
+    for same in SAME_BITS:
+        if row := rows.get(same.name):
+            lines.append(f"| {same.name} | {row['differ']} | {row['verdict']} |")
     lines += ["", "| a step | tokens/s | MFU, attention full / half | peak, GiB | bare loop | torchtitan |"]
     lines += ["|---|---|---|---|---|---|"]
     for step in steps:
@@ -127,6 +141,8 @@ def todo(paths: list[FastPath], steps: list[Step], device: str) -> Iterator[tupl
     """Name -> what makes its row."""
     for path in paths:
         yield path.name, partial(check, path)
+    for same in SAME_BITS:
+        yield same.name, partial(check_bits, same)
     for step in steps:
         for side in step.sides:
             yield f"{step.name}: {side}", partial(time_of, side, step, device)

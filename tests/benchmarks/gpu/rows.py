@@ -1,8 +1,10 @@
 """What the GPU kit checks and measures, as data, in the order in which it does so."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from components import visits
 from models.llama import FLAVORS
 from tests.benchmarks.peers.clock import Job
 from tests.benchmarks.peers.sides import NO_LAYOUT
@@ -31,6 +33,8 @@ _EXPERTS = ("--model.name", "qwen3_moe", "--model.flavor", "debug")
 _SINKS = ("--model.name", "gpt_oss", "--model.flavor", "debug")
 _WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug")
 _LATENT = ("--model.name", "deepseek_v3", "--model.flavor", "debug")
+_ADAPTERS = ("--lora.rank", "16", "--lora.base", "bfloat16")
+_PACKED = ("--lora.rank", "16", "--lora.base", "nf4")
 _COMPILE = ("--compile.enable", "true")
 _BUDGET = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "0.3")
 _SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
@@ -59,6 +63,11 @@ PATHS = [
     FastPath("bfloat16, compiled, full", _mixed(*_COMPILE, "--activation_checkpoint.mode", "full"), _BFLOAT16),
     FastPath("bfloat16, compiled, memory budget 0.3", _mixed(*_COMPILE, *_BUDGET), _BFLOAT16),
     FastPath("bfloat16, weights on the host", _mixed("--training.enable_cpu_offload", "true"), _BFLOAT16),
+    FastPath(
+        "bfloat16, weights on the host, 8-bit moments",
+        _mixed("--training.enable_cpu_offload", "true", "--optimizer.state_dtype", "int8"),
+        _BFLOAT16,
+    ),
     FastPath("bfloat16, deterministic", _mixed("--debug.deterministic", "true"), _BFLOAT16),
     FastPath("float32, experts", ("--training.mixed_precision_param", "float32"), _FLOAT32, _EXPERTS),
     # A token whose scores are close may go to another expert than in float32.
@@ -68,10 +77,40 @@ PATHS = [
     FastPath("bfloat16, sinks and windows", _mixed(), (2e-3, 0.5), _SINKS),
     FastPath("bfloat16, windows", _mixed(), _BFLOAT16, _WINDOWS),
     FastPath("float32, latent attention", ("--training.mixed_precision_param", "float32"), _FLOAT32, _LATENT),
+    FastPath("float32, adapters, nf4", ("--training.mixed_precision_param", "float32"), _FLOAT32, _PACKED),
+    FastPath("bfloat16, adapters", _mixed(), _BFLOAT16, _ADAPTERS),
+    FastPath("bfloat16, adapters, nf4, compiled", _mixed(*_COMPILE), _BFLOAT16, _PACKED),
     FastPath("float8, rowwise with bfloat16 weight gradients", _float8("rowwise_with_gw_hp"), _FLOAT8),
     FastPath("float8, rowwise", _float8("rowwise"), _FLOAT8),
     FastPath("float8, tensorwise", _float8("tensorwise"), _FLOAT8),
     FastPath("float8, compiled", _float8("rowwise_with_gw_hp", *_COMPILE), _FLOAT8),
+]
+
+
+def use_small_buckets() -> None:
+    """Of states that are offloaded: dozens, in place of one of the whole model."""
+    visits.BUCKET = 1 << 14
+
+
+@dataclass(frozen=True)
+class SameBits:
+    """Settings beside which a run of three steps keeps every bit of its weights, on the device alone."""
+
+    name: str
+    run: tuple[str, ...]
+    words: tuple[str, ...]
+    mutate: Callable[[], None]
+
+
+STATES = ("--optimizer.state_offload", "true")
+SAME_BITS = [
+    SameBits(f"states on the host, {name}", _mixed(*run), STATES, use_small_buckets)
+    for name, run in {
+        "AdamW": (),
+        "8-bit moments": ("--optimizer.state_dtype", "int8"),
+        "bfloat16 weights": ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "bfloat16"),
+        "Muon": ("--optimizer.name", "Muon"),
+    }.items()
 ]
 
 
@@ -92,7 +131,8 @@ class Step:
     def name(self) -> str:
         parts = [self.flavor, f"{self.batch} × {self.seq}", "compiled" if self.compile else "eager"]
         parts += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
-        return ", ".join(parts + ["float8"] * self.float8 + ["weights on the host"] * bool(self.words))
+        on_host = "states on the host" if self.words == STATES else "weights on the host"
+        return ", ".join(parts + ["float8"] * self.float8 + [on_host] * bool(self.words))
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -144,10 +184,15 @@ STEPS = [
     *_steps("3B", 4096, 2),
     # With AdamW in float32 weights and moments of 8B take 120 GiB: they are on the host.
     *(Step("8B", seq, 1, compile, "full", words=OFFLOAD) for seq in (4096, 8192) for compile in (False, True)),
+    *(Step("8B", 4096, 1, compile, "full", words=STATES) for compile in (False, True)),
     *_steps("8B", 4096, 1),
     *_steps("1B", 8192, 2),
     *_steps("3B", 8192, 1),
     *_steps("8B", 8192, 1),
 ]
-TINY = [Step("debug", 128, 2), Step("debug", 128, 2, checkpointing="full")]
+TINY = [
+    Step("debug", 128, 2),
+    Step("debug", 128, 2, checkpointing="full"),
+    Step("debug", 128, 2, words=STATES),
+]
 """For a machine without a GPU: they show that the kit runs."""

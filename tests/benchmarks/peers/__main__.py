@@ -58,6 +58,7 @@ ROWS = [
     _row("36M parameters", "bfloat16", 1.3, LARGER, sides=ALONE),
     _row("one process, litgpt", "bfloat16", 1.3, sides=("here", "litgpt")),
     _row("one process, transformers' Trainer", "bfloat16", 1.3, sides=("here", "Trainer")),
+    _row("36M parameters, LoRA by PEFT and Trainer", "bfloat16", 1.3, LARGER, lora=16, sides=("here", "Trainer")),
 ]
 
 

@@ -38,6 +38,7 @@ def words(job: Job) -> list[str]:
         *("--checkpoint.enable", "false", "--metrics.log_freq", "1000", *layout),
         *CHECKPOINTING.get(job["checkpointing"], ("--activation_checkpoint.mode", "memory_budget")),
         *(("--model.converters", '["quantize.linear.float8"]') if job["float8"] else ()),
+        *(("--lora.rank", str(job["lora"]), "--lora.base", job["dtype"]) if job["lora"] else ()),
         *job.get("words", ()),
         *("--job.dump_folder", job.get("folder") or tempfile.mkdtemp()),
     ]

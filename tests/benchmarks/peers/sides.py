@@ -28,7 +28,7 @@ SIDES = {
     "bare loop": ["-m", "tests.benchmarks.peers.bare"],
     "matrix products": ["-m", "tests.benchmarks.peers.products"],
 }
-NO_LAYOUT = {"layout": {}, "checkpointing": "none", "float8": False, "compile": False, "device": "cpu"}
+NO_LAYOUT = {"layout": {}, "checkpointing": "none", "float8": False, "compile": False, "device": "cpu", "lora": 0}
 """What a job has where it says nothing else."""
 
 

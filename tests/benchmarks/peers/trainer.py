@@ -5,6 +5,7 @@ import tempfile
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -61,8 +62,14 @@ def main() -> None:
         torch_compile=given["compile"],
     )
     tokens = Tokens(given["seq"], given["vocab"])
+    model: Any = LlamaForCausalLM(sizes)
+    if given["lora"]:
+        model = get_peft_model(
+            model.to(getattr(torch, given["dtype"])),
+            LoraConfig(r=given["lora"], lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
+        )
     clock = Clock(given)
-    Trainer(LlamaForCausalLM(sizes), arguments, train_dataset=tokens, callbacks=[Ticks(clock)]).train()
+    Trainer(model, arguments, train_dataset=tokens, callbacks=[Ticks(clock)]).train()
 
 
 if __name__ == "__main__":
