@@ -18,7 +18,8 @@ def introduce(config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], 
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
     each = config.parallelism.fsdp_reduce_gradients == "each"
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    memory = describe_memory(parameters, state_bytes(stages, config.optimizer), 1 if each else batches)
+    of_state = state_bytes(stages, config.optimizer), 1 if each else batches, config.optimizer.state_offload
+    memory = describe_memory(parameters, *of_state)
     return "\n".join([*job, describe(config, degrees), memory])
 
 

@@ -30,6 +30,7 @@ from components.counter_hash import CHUNK
 from components.describe import describe
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
+from components.optimizer import staged_bytes
 from components.state.init import give_memory
 from models import meta_model
 from parallelize import expert, parallelize_model
@@ -188,16 +189,21 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
 
 
 def held(run: train.Run, meter: Meter) -> dict[str, int]:
-    """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all."""
+    """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all.
+
+    What it keeps in the host's memory alone comes last.
+    """
     weights, gradients = _bytes(run.parameters), _bytes(p.grad for p in run.parameters if p.grad is not None)
     moments = _bytes(value for state in run.optimizer.state.values() for value in state.values() if value.ndim)
+    on_host = run.config.optimizer.state_offload
     kept = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer state": moments,
+        "optimizer state": staged_bytes(run.optimizer) if on_host else moments,
         "activations, gathered weights, buffers": max(0, meter.peak_before_update - weights - gradients),
     }
-    return kept | {"in all, at the highest point": sum(kept.values())}
+    kept["in all, at the highest point"] = sum(kept.values())
+    return kept | {"optimizer state on the host": moments} if on_host else kept
 
 
 def report(run: train.Run, meter: Meter) -> str:

@@ -70,7 +70,8 @@ def _open_run(folder: Path, step: int | None) -> Source:
     check_model(JobConfig(model=chosen))
     load = partial(load_run, config=config, checkpoint=checkpoint)
     said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
-    return Source(chosen.name, meta_model(chosen), config["model"]["hf_assets_path"], said, load)
+    model = meta_model(chosen, config["training"]["dtype"])
+    return Source(chosen.name, model, config["model"]["hf_assets_path"], said, load)
 
 
 def _open_hugging_face(folder: Path) -> Source:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from models.attention import choose_kernel
-from models.lora import add_adapters
+from models.lora import add_adapters, keep_base
 from models.rotary import RopeScaling
 
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
@@ -48,18 +48,21 @@ def sizes(model: Chosen) -> Any:
     return replace(config, rope_scaling=stretched, context_length=round(asked.factor * original))
 
 
-def meta_model(model: Chosen, dtype: str = "float32") -> Any:
+def meta_model(model: Chosen, dtype: str = "") -> Any:
     """The whole model on the meta device, without memory, and with adapters if it is to have some.
 
-    Raises ValueError if these are asked for a module that the model does not have.
+    dtype: training.dtype; the base of adapters is then as lora.base says. Without, all are float32: for shapes alone.
+    Raises ValueError if adapters are asked for a module that the model does not have, or a matrix cannot be packed.
     """
     default = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, dtype))
+    torch.set_default_dtype(getattr(torch, dtype or "float32"))
     try:
         with torch.device("meta"):
             whole = MODELS[model.name][0](sizes(model))
         if model.lora.rank:
             add_adapters(whole, model.lora)
+            if dtype and model.lora.base:
+                keep_base(whole, model.lora.base)
     finally:
         torch.set_default_dtype(default)
     choose_kernel(whole, model.attention_kernel)

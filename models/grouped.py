@@ -11,13 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from models.nf4 import is_packed, unpack
+
 
 def grouped_feed_forward(
-    rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor], activation: str
+    rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor], activation: str, scale: float = 1.0
 ) -> Tensor:
     """The first counts_E[0] rows by the first expert, and so on.
 
-    parameters: w1 and w3 (E, F, D) and w2 (E, D, F), and their biases b1, b3 (E, F) and b2 (E, D), if there are any.
+    parameters: w1 and w3 (E, F, D) and w2 (E, D, F), and their biases b1, b3 (E, F) and b2 (E, D), if there are any;
+    and adapters of any of the matrices, as w1_lora_A (E, r, D) and w1_lora_B (E, F, r). scale: of what these add.
     """
     ends = counts_E.cumsum(0).to(torch.int32)
     expert_R = None
@@ -27,9 +30,19 @@ def grouped_feed_forward(
 
     def product(rows: Tensor, number: int) -> Tensor:
         out = _GroupedProduct.apply(rows, parameters[f"w{number}"], ends)
+        if f"w{number}_lora_A" in parameters:
+            lora_A, lora_B = (parameters[f"w{number}_lora_{matrix}"] for matrix in "AB")
+            out = out + grouped_low_rank(rows, lora_A, lora_B, ends, scale)
         return out if expert_R is None else out + _OfRows.apply(parameters[f"b{number}"], expert_R, ends)
 
     return product(_ACTIVATIONS[activation](product(rows_RD, 1), product(rows_RD, 3)), 2)
+
+
+def grouped_low_rank(rows: Tensor, lora_A: Tensor, lora_B: Tensor, ends: Tensor, scale: float) -> Tensor:
+    """scale B A x of each row x (R, in), by A (E, r, in) and B (E, out, r) of its expert."""
+    if missing := -lora_A.shape[1] % (16 // rows.itemsize):  # strides are multiples of 16 bytes
+        lora_A, lora_B = F.pad(lora_A, (0, 0, 0, missing)), F.pad(lora_B, (0, missing))
+    return _GroupedProduct.apply(_GroupedProduct.apply(rows, lora_A, ends) * scale, lora_B, ends)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -59,21 +72,28 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows (R, K) times the transposed matrix (N, K) of each expert."""
+    """rows (R, K) times the transposed matrix (N, K), which may be packed, of each expert.
+
+    Rows are kept if matrices have a gradient, and packed matrices as they are.
+    """
 
     @staticmethod
     def forward(context: Any, rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
-        context.save_for_backward(rows, weights, ends)
-        return grouped_product(rows, weights.transpose(1, 2), ends)
+        context.save_for_backward(rows if context.needs_input_grad[1] else None, weights, ends)
+        return grouped_product(rows, _wide(weights, rows).transpose(1, 2), ends)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         rows, weights, ends = context.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = grouped_product(gradient, weights, ends) if context.needs_input_grad[0] else None
+        of_rows = grouped_product(gradient, _wide(weights, gradient), ends) if context.needs_input_grad[0] else None
         of_weights = grouped_product(gradient.T, rows, ends) if context.needs_input_grad[1] else None
         return of_rows, of_weights, None
+
+
+def _wide(weights: Tensor, rows: Tensor) -> Tensor:
+    return unpack(weights, rows.dtype) if is_packed(weights) else weights
 
 
 class _OfRows(torch.autograd.Function):

@@ -6,9 +6,13 @@ An adapted matrix keeps its name, layers.0.attention.wq.weight, and has layers.0
 import difflib
 from typing import Any, Literal, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from models.lora_experts import MATRICES, adapt_experts, merged_experts
+from models.moe import Experts, Router
+from models.nf4 import is_packed, linear, packed_shape, unpack
 from models.parameters import is_adapter, set_trained
 
 
@@ -25,23 +29,29 @@ class Adapters(Protocol):
     def use_rslora(self) -> bool: ...
 
 
-class AdaptedLinear(nn.Linear):
-    """y = W x + scale B A x, with A (r, in) and B (out, r), in place of a linear module, whose parameters it takes."""
+class FrozenLinear(nn.Linear):
+    """y = W x, where W may be packed (models/nf4.py), in place of a linear module, whose parameters it takes."""
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class AdaptedLinear(FrozenLinear):
+    """y = W x + scale B A x, with A (r, in) and B (out, r)."""
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+        super().__init__(linear)
         self.lora_A = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
         self.scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + self.product(x)
-
-    def product(self, x: Tensor) -> Tensor:
-        """What the adapter adds; tensor parallel replaces it."""
-        return low_rank(x, self.lora_A, self.lora_B, self.scale)
+        return super().forward(x) + low_rank(x, self.lora_A, self.lora_B, self.scale)
 
 
 def low_rank(x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
@@ -55,36 +65,87 @@ def add_adapters(model: Any, config: Adapters) -> None:
     all-linear is every matrix of the layers, and not the head, as in PEFT. Raises ValueError for a name that is not one
     of theirs, here or in Hugging Face's files.
     """
-    linears = {
-        name: module for name, module in model.get_submodule("layers").named_modules() if type(module) is nn.Linear
-    }
-    names = {name: {name.rpartition(".")[2], _name_there(model, name)} for name in linears}
+    matrices: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if name.startswith("layers.") and type(module) is nn.Linear:
+            matrices[f"{name}.weight"] = module
+        elif isinstance(module, Experts):
+            matrices |= dict.fromkeys((f"{name}.{each}" for each in MATRICES), module)
     asked = config.target_modules
+    names = {name: {_last(name), _last(_name_there(model, name))} for name in matrices if asked != "all-linear"}
     known = {each for both in names.values() for each in both}
     if unknown := [] if asked == "all-linear" else [each for each in asked if each not in known]:
         near = difflib.get_close_matches(unknown[0], sorted(known), 1, 0.0)
         raise ValueError(f"{unknown[0]} is no matrix of the layers; did you mean {near[0]}? {', '.join(sorted(known))}")
     scale = config.alpha / (config.rank**0.5 if config.use_rslora else config.rank)
-    for name, linear in linears.items():
-        if asked == "all-linear" or names[name].intersection(asked):
-            parent, _, own = name.rpartition(".")
-            adapted = AdaptedLinear(linear, config.rank, scale)
-            setattr(model.get_submodule(f"layers.{parent}"), own, adapted)
+    for name, module in matrices.items():
+        if asked != "all-linear" and not names[name].intersection(asked):
+            continue
+        if isinstance(module, Experts):
+            adapt_experts(module, _last(name), config.rank, scale)
+        elif isinstance(module, nn.Linear):
+            parent, _, own = name.removesuffix(".weight").rpartition(".")
+            setattr(model.get_submodule(parent), own, AdaptedLinear(module, config.rank, scale))
     model.adapted = True
     set_trained(model)
 
 
+def keep_base(model: Any, precision: str) -> None:
+    """Change what frozen parameters are kept in: bfloat16, float32, or nf4 for matrices of the layers beside bfloat16.
+
+    Routers keep theirs: close scores would be equal in bfloat16. The model is on the meta device. Raises ValueError for
+    a matrix whose rows are not blocks.
+    """
+    dtype = torch.bfloat16 if precision == "nf4" else getattr(torch, precision)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Router):
+            continue
+        if precision == "nf4" and name.startswith("layers.") and type(module) is nn.Linear:
+            parent, _, own = name.rpartition(".")
+            module = FrozenLinear(module)
+            setattr(model.get_submodule(parent), own, module)
+        for own, parameter in list(module.named_parameters(recurse=False)):
+            full = f"{name}.{own}"
+            role = model.kind(full).role
+            if role == "adapter":
+                continue
+            if precision == "nf4" and role in ("matrix", "expert"):
+                kept = parameter.new_empty(_packed_shape(full, parameter), dtype=torch.uint8)
+            else:
+                kept = parameter.detach().to(dtype)
+            module.register_parameter(own, nn.Parameter(kept, requires_grad=False))
+    model.tie_weights()
+
+
+def _packed_shape(name: str, parameter: Tensor) -> tuple[int, ...]:
+    try:
+        return packed_shape(parameter.shape)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 def merged(model: nn.Module) -> dict[str, Tensor]:
-    """The weights of the same model without adapters, by name: W + scale B A, summed in float32."""
-    weights = {name: each.detach() for name, each in model.named_parameters() if not is_adapter(name)}
+    """The weights of the same model without adapters, by name: W + scale B A, summed in float32, of an unpacked W."""
+    weights = {
+        name: unpack(each) if is_packed(each) else each.detach()
+        for name, each in model.named_parameters()
+        if not is_adapter(name)
+    }
     for name, module in model.named_modules():
         if isinstance(module, AdaptedLinear):
             added = module.scale * module.lora_B.detach().float() @ module.lora_A.detach().float()
-            weights[f"{name}.weight"] = module.weight.detach().float() + added
+            weights[f"{name}.weight"] = weights[f"{name}.weight"].float() + added
+        elif isinstance(module, Experts):
+            weights |= {f"{name}.{matrix}": weight for matrix, weight in merged_experts(module).items()}
     return weights
 
 
 def _name_there(model: Any, name: str) -> str:
-    """The last part of a module's name in Hugging Face's files."""
-    there = model.hf_name(f"layers.{name}.weight")
-    return (there if isinstance(there, str) else there.name).removesuffix(".weight").rpartition(".")[2]
+    """A matrix's name in Hugging Face's files."""
+    there = model.hf_name(name)
+    return there if isinstance(there, str) else there.name
+
+
+def _last(name: str) -> str:
+    """layers.3.attention.wq.weight -> wq."""
+    return name.removesuffix(".weight").rpartition(".")[2]

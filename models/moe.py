@@ -188,6 +188,8 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(*wide, config.dim))
         if config.expert_bias:
             self.b1, self.b2, self.b3 = (nn.Parameter(torch.empty(shape)) for shape in (wide, narrow, wide))
+        self.scale = 1.0
+        """Factor of what adapters add (models/lora_experts.py)."""
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
         """Rows (R, D) after their experts; counts: of each expert's rows, int64."""
@@ -197,7 +199,7 @@ class Experts(nn.Module):
 
     def multiply(self, rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
         """The same, by these parameters."""
-        return grouped_feed_forward(rows_RD, counts_E, parameters, self.activation)
+        return grouped_feed_forward(rows_RD, counts_E, parameters, self.activation, self.scale)
 
 
 class Exchange(Protocol):
@@ -312,10 +314,11 @@ class MixtureTransformer(Transformer):
     }
 
     def kind(self, name: str) -> Kind:
-        """What a parameter is; a token is multiplied by a few of the experts."""
+        """What a parameter is; a token is multiplied by a few of the experts, and of their adapters."""
         kind, config = super().kind(name), self.config
         assert isinstance(config, MixtureConfig)
-        return replace(kind, multiplied=config.top_k / config.n_experts) if kind.role == "expert" else kind
+        of_experts = kind.multiplied and ".experts." in name
+        return replace(kind, multiplied=config.top_k / config.n_experts) if of_experts else kind
 
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's precision in a Hugging Face folder; biases that were rounded would choose other experts."""

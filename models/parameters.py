@@ -42,7 +42,7 @@ BIAS = Kind("bias", multiplied=0, zero=True)
 NORM = Kind("norm", multiplied=0)
 HEAD = Kind("head")
 ADAPTERS = {"lora_A": Kind("adapter"), "lora_B": Kind("adapter", zero=True)}
-"""Last part of a parameter's name -> kind, of models with adapters (models/lora.py)."""
+"""Ending of a parameter's name -> kind, of models with adapters (models/lora.py)."""
 
 KINDS: dict[str, Kind] = {
     "tok_embeddings": EMBEDDING,
@@ -61,9 +61,14 @@ KINDS: dict[str, Kind] = {
 """Pattern -> kind, of a transformer. A pattern names a parameter or a module around it; the longest pattern counts."""
 
 
+def adapter_kind(name: str) -> Kind | None:
+    """The kind of a matrix of an adapter, or None for any other parameter: wq.lora_A, and w1_lora_A of experts."""
+    return next((kind for ending, kind in ADAPTERS.items() if name.endswith(ending)), None)
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is a matrix of an adapter."""
-    return name.rpartition(".")[2] in ADAPTERS
+    return adapter_kind(name) is not None
 
 
 def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Kind:

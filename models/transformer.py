@@ -12,11 +12,11 @@ from models.config import TransformerConfig
 from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, to_hugging_face
 from models.layers import Attention, FeedForward, Head
 from models.parameters import (
-    ADAPTERS,
     KINDS,
     TIED_EMBEDDING,
     Kind,
     Uniform,
+    adapter_kind,
     check_frozen,
     find_kind,
     is_adapter,
@@ -125,7 +125,7 @@ class Transformer(nn.Module):
 
     def kind(self, name: str) -> Kind:
         """What a parameter is, and whether it is trained."""
-        if adapter := ADAPTERS.get(name.rpartition(".")[2]):
+        if adapter := adapter_kind(name):
             return adapter
         tied = {"tok_embeddings": TIED_EMBEDDING} if self.config.tie_embeddings else {}
         kind = find_kind(name, self.kinds | tied, self.config.frozen)
@@ -172,7 +172,10 @@ class Transformer(nn.Module):
         if kind.role == "norm":
             return None
         if kind.role == "adapter":
-            return Uniform(self.get_parameter(name).shape[1] ** -0.5)
+            module, _, own = name.rpartition(".")
+            # The attribute itself may be a copy in bfloat16.
+            matrices = dict(self.get_submodule(module).named_parameters(recurse=False))
+            return Uniform(matrices[own].shape[-1] ** -0.5)
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:

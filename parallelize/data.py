@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from components.config import Parallelism, Training
 from models.moe import Experts, Router
+from models.nf4 import is_packed
 from parallelize.precision import compute_in
 from parallelize.sharding import local_part
 
@@ -38,7 +39,7 @@ def apply_data_parallel(
     adds_up = training.dtype != "float32" and (accumulates or parallelism.pipeline_parallel_degree > 1)
     alone = shards.size() == 1 and (of_experts is None or of_experts.size() == 1)
     if alone and not training.enable_cpu_offload and not adds_up:
-        if precision == getattr(torch, training.dtype):
+        if _computes_in(model, precision):
             return
         if reshard != "always" and parallelism.pipeline_parallel_degree == 1:
             compute_in(model, precision)
@@ -75,10 +76,17 @@ def apply_data_parallel(
             module.set_gradient_divide_factor(1.0)
 
 
+def _computes_in(model: nn.Module, precision: torch.dtype) -> bool:
+    """Whether all but routers and packed parameters are in this precision already."""
+    modules = [module for module in model.modules() if not isinstance(module, Router)]
+    parameters = [each for module in modules for each in module.parameters(recurse=False)]
+    return all(each.dtype == precision for each in parameters if not is_packed(each))
+
+
 def _placements(model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
     """Parameter -> how FSDP shares it: matrices of experts over the ranks of of_experts, None for all others.
 
-    Ranks share the experts of a layer, or where there are too few of them, the rows of each matrix.
+    Ranks share the experts of a layer, or where there are too few of them, the rows of each matrix, or its columns.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
@@ -86,10 +94,12 @@ def _placements(model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh) ->
     of_weights: dict[nn.Parameter, Any] = {}
     for module in model.modules():
         if isinstance(module, Experts):
-            weights, ranks = list(module.parameters()), of_experts.size(-1)
-            evenly = len(local_part(weights[0])[1]) % ranks == 0 or any(each.shape[1] % ranks for each in weights)
-            where = Shard(0 if evenly else 1)
-            of_weights |= dict.fromkeys(weights, where if of_experts is shards else ShardPlacementResult(where, info))
+            for weight in module.parameters():
+                sizes = local_part(weight)[1].shape
+                if is_packed(weight):
+                    sizes = sizes[:-1]  # columns are blocks
+                where = Shard(next((dim for dim, size in enumerate(sizes) if size % of_experts.size(-1) == 0), 0))
+                of_weights[weight] = where if of_experts is shards else ShardPlacementResult(where, info)
     return of_weights.get
 
 

@@ -95,7 +95,8 @@ def _share_out(experts: Experts, ep: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
 
     def forward(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        own = {name: weight.to_local() for name, weight in experts.named_parameters()}  # type: ignore[attr-defined]
+        # By getattr: it may be a copy in another precision.
+        own = {name: getattr(experts, name).to_local() for name, _ in experts.named_parameters()}
         return experts.multiply(rows_RD, counts_E, own)
 
     experts.forward = forward  # type: ignore[method-assign]

@@ -3,6 +3,7 @@
   stages             are cut first, so that no device makes parameters that it will not keep
   float8             swaps linear modules, which tensor parallel then splits
   tensor parallel    replaces parameters, so it comes before whatever wraps them
+  expert parallel    shares out the experts, which tensor parallel leaves whole
   context parallel   changes only the attention cores and the visibility
   sequence splits    change the same, for parts of sequences in a pipeline
   compile            takes a layer's `forward`, after the last replacement in it

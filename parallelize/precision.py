@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from models.moe import Router
+from models.nf4 import is_packed
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
@@ -17,7 +18,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             continue  # close scores would be equal in bfloat16
-        if names := tuple(name for name, _ in module.named_parameters(recurse=False)):
+        parameters = module.named_parameters(recurse=False)
+        if names := tuple(name for name, each in parameters if not is_packed(each)):
             module.__class__ = _class_computing_in(type(module), names, dtype)  # type: ignore[arg-type]
 
 

@@ -84,6 +84,22 @@ def local_part(tensor: Tensor) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
     return tuple(mesh.get_group(dim) for dim in split if mesh.size(dim) > 1), tensor.to_local()
 
 
+@torch.no_grad()
+def on_host(tensor: Tensor) -> Tensor:
+    """A copy in the host's memory, split as the tensor is; pinned if it comes from a GPU."""
+    copy = tensor.to("cpu", copy=True)
+    if tensor.is_cuda:
+        _, local = local_part(copy)  # with gradients it would be another tensor's view
+        local.set_(local.pin_memory())  # type: ignore[call-overload]
+    return copy
+
+
+def settle() -> None:
+    """Wait until the device has written all that it writes into the host's memory."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
 def block_of(columns: int) -> int:
     """Numbers of a row, of the full tensor's `columns`, that up to 16 tensor parallel ranks keep together: 2^n <= 256.
 
@@ -127,7 +143,7 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements).to(parameter.dtype)
 
 
-def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int) -> str:
+def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int, state_on_host: bool = False) -> str:
     """The bytes that this rank keeps, as a line of text.
 
     state_bytes: of the optimizer; batches: accumulation steps or micro-batches of one reduction.
@@ -137,7 +153,8 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
     whole = batches > 1
     gradients = sum(_unsharded_bytes(each) if whole else local_part(each)[1].nbytes for each in trained)
     weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
-    kept = {"weights": weights, "gradients": gradients, "optimizer state": state_bytes}
+    state = "optimizer state on the host" if state_on_host else "optimizer state"
+    kept = {"weights": weights, "gradients": gradients, state: state_bytes}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 

@@ -21,10 +21,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from models.layers import Head
-from models.lora import AdaptedLinear, low_rank
+from models.lora import AdaptedLinear, FrozenLinear, low_rank
 from models.loss import cross_entropy, linear_cross_entropy
 from models.moe import Experts, Router
-from models.parameters import covers, set_trained
+from models.nf4 import linear
+from models.parameters import covers, is_adapter, set_trained
 from parallelize.mesh import Mesh
 
 
@@ -40,10 +41,10 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     for style in used.values():
         if isinstance(style, KeyValueHeads):
             style.heads = model.config.n_kv_heads  # type: ignore[union-attr, assignment]
-    adapters = {module: _taken(module) for module in model.modules() if isinstance(module, AdaptedLinear)}
+    frozen = {module: _taken(module) for module in model.modules() if isinstance(module, FrozenLinear)}
     parallelize_module(model, tp, used)
-    for module, matrices in adapters.items():
-        split_adapter(module, *matrices, tp)
+    for module, matrices in frozen.items():
+        compute_locally(module, matrices, tp)
     cut = {name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)}
     if whole := [name for name, _ in model.named_parameters() if name not in cut and not _in_expert_py(model, name)]:
         raise ValueError(f"the tensor parallel plan has no style for {', '.join(whole)}")
@@ -92,10 +93,11 @@ class KeyValueHeads(ColwiseParallel):
         first = device_mesh.get_local_rank() * self.heads // ranks * width
 
         def forward(x_BSD: DTensor) -> Tensor:
-            whole = {name: partial_sum(parameter) for name, parameter in module.named_parameters()}
+            # By getattr: it may be a copy in bfloat16.
+            whole = {name: partial_sum(getattr(module, name)) for name, _ in module.named_parameters()}
             rows = {name: tensor[first : first + width] for name, tensor in whole.items()}
             x = partial_sum(x_BSD)
-            heads_BSC = F.linear(x, rows["weight"], rows.get("bias"))
+            heads_BSC = linear(x, rows["weight"], rows.get("bias"))
             if isinstance(module, AdaptedLinear):
                 heads_BSC = heads_BSC + low_rank(x, whole["lora_A"], rows["lora_B"], module.scale)
             return heads_BSC
@@ -130,7 +132,7 @@ class ForOwnHeads(ParallelStyle):
             x, weight = partial_sum(x_BSD), partial_sum(module.weight)
             if isinstance(module, nn.RMSNorm):
                 return F.rms_norm(x, weight.shape, weight, module.eps)
-            return F.linear(x, weight)
+            return _with_adapter(module, x, linear(x, weight))
 
         module.forward = forward
         return module
@@ -143,39 +145,53 @@ class RowsOfOwnHeads(ParallelStyle):
         _split_rows(module, device_mesh)
 
         def forward(x_BSD: Tensor) -> Tensor:
-            return F.linear(x_BSD, _rows(module, device_mesh))
+            return _with_adapter(module, x_BSD, linear(x_BSD, _rows(module, device_mesh)))
 
         module.forward = forward
         return module
 
 
-def _taken(module: AdaptedLinear) -> tuple[nn.Parameter, nn.Parameter]:
+def _with_adapter(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
+    """A rank's own part of W x, and what the adapter adds to it, if there is one."""
+    if not isinstance(module, AdaptedLinear):
+        return out
+    return out + low_rank(x, _own(module.lora_A), _own(module.lora_B), module.scale)
+
+
+def _taken(module: FrozenLinear) -> dict[str, nn.Parameter]:
     """The adapter's matrices, which the module has no more: styles know weights and biases alone."""
-    lora_A, lora_B = module.lora_A, module.lora_B
-    del module.lora_A, module.lora_B
-    return lora_A, lora_B
+    matrices = {name: each for name, each in module.named_parameters(recurse=False) if is_adapter(name)}
+    for name in matrices:
+        delattr(module, name)
+    return matrices
 
 
-def split_adapter(module: AdaptedLinear, lora_A: Tensor, lora_B: Tensor, mesh: DeviceMesh) -> None:
-    """Give A (r, in) and B (out, r) back, split to match the weight: its columns are A's, its rows are B's.
+def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
+    """Let each rank multiply with its part of a frozen weight, and of an adapter, split to match: columns of the weight
+    are A's (r, in), rows are B's (out, r).
 
-    No activation is exchanged beyond those of the weight: the rank's product is added to its own part of W x. What is
-    whole on every rank, A beside rows or B beside columns, has partial sums for gradients.
+    No activation is exchanged beyond those of the weight: the adapter's product is added to the rank's own part of W x.
+    What is whole on every rank, A beside rows, B beside columns or both beside a whole weight, has partial sums for
+    gradients.
     """
     assert isinstance(module.weight, DTensor)
     (split,) = module.weight.placements
     placements = {"lora_A": split if split == Shard(1) else Replicate()}
     placements["lora_B"] = split if split == Shard(0) else Replicate()
-    for name, matrix in (("lora_A", lora_A), ("lora_B", lora_B)):
+    for name, matrix in adapter.items():
         part = distribute_tensor(matrix, mesh, [placements[name]], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part))
+    if "forward" in vars(module):
+        return  # of its style, which knows both
     given = [Partial() if split == Shard(1) else Shard(-1)]
 
-    def product(x_BSD: DTensor) -> DTensor:
-        x, own_A, own_B = map(_own, (x_BSD, module.lora_A, module.lora_B))
-        return DTensor.from_local(low_rank(x, own_A, own_B, module.scale), mesh, given, run_check=False)
+    def forward(x_BSD: DTensor) -> DTensor:
+        x = _own(x_BSD)
+        product = _with_adapter(module, x, linear(x, _own(module.weight)))
+        whole = DTensor.from_local(product, mesh, given, run_check=False)
+        return whole if module.bias is None else whole.add(module.bias)  # type: ignore[return-value]
 
-    module.product = product  # type: ignore[method-assign, assignment]
+    module.forward = forward  # type: ignore[method-assign, assignment]
 
 
 def _own(tensor: Any) -> Tensor:
@@ -187,7 +203,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
     """Every rank holds the module's parameters as a whole."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter, mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(whole))
+        module.register_parameter(name, nn.Parameter(whole, parameter.requires_grad))
 
 
 def partial_sum(whole: Any) -> Tensor:
@@ -252,8 +268,9 @@ class VocabularyParallelHead(ParallelStyle):
 
 
 def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
-    weight = distribute_tensor(module.get_parameter("weight"), mesh, [Shard(0)], src_data_rank=None)
-    module.register_parameter("weight", nn.Parameter(weight))
+    whole = module.get_parameter("weight")
+    weight = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+    module.register_parameter("weight", nn.Parameter(weight, whole.requires_grad))
 
 
 def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:

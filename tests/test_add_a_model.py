@@ -48,7 +48,10 @@ def test_it_is_three_files_of_at_most_150_lines() -> None:
 
 
 def test_it_trains(repository: Path) -> None:
-    words = ("--training.steps", "40", "--training.seq_len", "64", "--validation.enable", "false")
+    words = (
+        *("--training.steps", "40", "--training.seq_len", "64", "--validation.enable", "false"),
+        *("--training.global_batch_size", "2", "--training.local_batch_size", "2"),
+    )
     said = python(repository, "train.py", "--job.config_file", "recipes/palm_debug.toml", *words)
     losses = [float(match) for match in re.findall(r"loss +([\d.]+)", said)]
     assert losses[0] > 8

@@ -127,6 +127,7 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
         ),
         ("--training.dtype bfloat16 --optimizer.implementation foreach", "optimizer.implementation"),
         ("--optimizer.state_dtype int8 --optimizer.implementation for-loop", "optimizer.implementation"),
+        ("--optimizer.state_offload true --training.enable_cpu_offload true", "optimizer.state_offload"),
         ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
         ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
         (

@@ -14,7 +14,8 @@ from components.config import ConfigError, Model
 from components.state import weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
-from tests.harness import Observation, broken_bars, figures, observe, rewrite
+from tests.figures import Observation, broken_bars, figures
+from tests.harness import observe, rewrite
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,11 +1,14 @@
 """The pages say what is there: keys, files, messages; and the README leads to each of them."""
 
 import ast
+import json
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from assets.figures.make import visible_rows
 from components.config import ROOT
 from components.config.keys import NAMES, TABLES
 
@@ -37,6 +40,12 @@ def test_every_key_and_link_of_a_page_is_there(page: Path) -> None:
 def test_the_readme_leads_to_every_page() -> None:
     links = re.findall(r"\]\(docs/([^)]*)\)", (ROOT / "README.md").read_text())
     assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(links)
+
+
+def test_the_figure_of_windows_is_of_the_models_here() -> None:
+    """If it is not: python -m assets.figures.make"""
+    with Image.open(ROOT / "assets/figures/visible.png") as figure:
+        assert figure.info["Description"] == json.dumps(visible_rows())
 
 
 def test_every_message_that_is_explained_is_one_of_ours() -> None:

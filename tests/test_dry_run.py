@@ -28,6 +28,7 @@ LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
     "fsdp 2, Muon": (2, ("--optimizer.name", "Muon")),
+    "fsdp 2, states on the host": (2, ("--optimizer.state_offload", "true")),
     "hsdp 2x2, accumulation": (4, ("--parallelism.data_parallel_replicate_degree", "2")),
     "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
     "cp 2": (2, ("--parallelism.context_parallel_degree", "2")),
@@ -142,7 +143,7 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
     sizes = MODELS[config.model.name][1][config.model.flavor]
     dense = getattr(sizes, "n_dense_layers", 0) * step  # so many in the first stage, before those with experts
     few = layers % step + dense + (3 if hasattr(sizes, "n_experts") else 2) * stages
-    if few + step > layers:
+    if 2 * few + step > layers:  # which takes less than both
         return dry_run(words, rank, ranks, layers)
     less, more = (dry_run(words, rank, ranks, depth) for depth in (few, few + step))
     steps = (layers - few) // step

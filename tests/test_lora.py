@@ -13,13 +13,12 @@ from components.optimizer import build_optimizer
 from components.state.folder import chosen_model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model
-from models.moe import MixtureConfig
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.small import SMALL
 
-DENSE = [name for name, (_, flavors) in MODELS.items() if not isinstance(flavors["debug"], MixtureConfig)]
 ADAPTED = ("--model.flavor", "many_heads", "--lora.rank", "4", "--lora.alpha", "8")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 
@@ -31,7 +30,7 @@ def adapted(name: str, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_adds_its_product_to_the_matrix(name: str, use_rslora: bool) -> None:
     model = adapted(name, alpha=8.0, use_rslora=use_rslora)
@@ -42,8 +41,9 @@ def test_an_adapter_adds_its_product_to_the_matrix(name: str, use_rslora: bool) 
         for each, parameter in plain.named_parameters():
             module = each.rpartition(".")[0]
             parameter.copy_(weights[each])
-            if each.endswith(".weight") and f"{module}.lora_A" in weights:
-                parameter.add_(scale * weights[f"{module}.lora_B"] @ weights[f"{module}.lora_A"])
+            adapter = f"{module}.lora_" if each.endswith(".weight") else f"{each}_lora_"  # of experts
+            if f"{adapter}A" in weights:
+                parameter.add_(scale * weights[f"{adapter}B"] @ weights[f"{adapter}A"])
         tokens = torch.arange(48).view(2, 24)
         torch.testing.assert_close(model(tokens), plain(tokens), rtol=1e-4, atol=1e-5)
 
@@ -90,7 +90,9 @@ REFUSED = {
     "attention_norm is no matrix of the layers": ("--lora.rank", "4", "--lora.target_modules", '["attention_norm"]'),
     "needs lora.rank of 1 or more": ("--lora.alpha", "32"),
     "float8 would train matrices": ("--lora.rank", "4", "--model.converters", '["quantize.linear.float8"]'),
-    "has experts, which cannot have adapters": ("--lora.rank", "4", "--model.name", "qwen3_moe"),
+    "biases of routers, which are frozen": (
+        *("--lora.rank", "4", "--model.name", "qwen3_moe", "--experts.bias_update_speed", "0.1"),
+    ),
     "nothing: adapters have neither dropout": ("--lora.lora_dropout", "0.1"),
     "expected an integer of 0 or more": ("--lora.r", "-1"),
 }
@@ -158,8 +160,8 @@ FAULTS = {
     "a bound of the rank's columns": (
         "models.transformer",
         "Transformer.init_std",
-        "self.get_parameter(name)",
-        "self.get_parameter(name).to_local()",
+        "matrices[own]",
+        "matrices[own].to_local()",
     ),
 }
 

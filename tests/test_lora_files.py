@@ -6,23 +6,26 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import train
 from components.config import ConfigError, Model, load_config, to_dict
-from components.files import write_json
+from components.files import read_json, write_json
 from components.start import check_initial_weights
 from components.state.__main__ import main
-from components.state.adapters import merge
+from components.state.adapters import check_adapters, export_adapters, merge
 from components.state.base import hash_of_base, load_run
 from components.state.checkpoint import Checkpointer
 from components.state.weights import export
 from models import meta_model
 from models.parameters import is_adapter
 from parallelize.groups import gather
-from tests.harness import broken_bars, observe, whole_weights
+from tests.figures import broken_bars
+from tests.harness import observe, whole_weights
 from tests.small import RECIPE, SMALL
 
 ADAPTED = ("--lora.rank", "4", "--checkpoint.enable", "true")
+EP = ("--parallelism.expert_parallel_degree", "2")
 TP = ("--parallelism.tensor_parallel_degree", "2")
 PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_microbatch_size", "9")
 FSDP = ("--training.local_batch_size", "18")
@@ -45,19 +48,31 @@ def test_a_checkpoint_has_adapters_and_not_the_base(tmp_path: Path) -> None:
     assert size < sum(weight.nbytes for weight in observed.weights.values()) / 2
 
 
-@pytest.mark.parametrize("layout", [TP, PP, FSDP, (*TP, *FSDP)], ids=["tp", "pp", "fsdp", "tp, fsdp"])
-def test_the_hash_of_the_base_is_the_same_at_every_layout(layout: tuple[str, ...]) -> None:
-    ranks = 4 if layout == (*TP, *FSDP) else 2
-    one = observe(*ADAPTED, steps=1, at_end=base_of).extra
-    assert observe(*ADAPTED, *layout, ranks=ranks, steps=1, at_end=base_of).extra == one
-    assert observe(*ADAPTED, "--debug.seed", "1", steps=1, at_end=base_of).extra != one
+MOE = ("--model.name", "qwen3_moe")
+BASES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "tp": ((), TP),
+    "pp": ((), PP),
+    "fsdp": ((), FSDP),
+    "tp, fsdp": ((), (*TP, *FSDP)),
+    "experts, tp": (MOE, TP),
+    "experts, tp, fsdp, ep": (MOE, (*TP, *FSDP, *EP)),
+}
 
 
-@pytest.mark.parametrize("layout", [(), TP], ids=["one", "tp"])
-def test_a_resumed_run_is_the_whole_one(layout: tuple[str, ...], tmp_path: Path) -> None:
-    whole = observe(*ADAPTED, steps=4)
-    first = observe(*ADAPTED, *layout, ranks=1 + bool(layout), steps=2, folder=str(tmp_path))
-    rest = observe(*ADAPTED, steps=2, folder=str(tmp_path))
+@pytest.mark.parametrize(("model", "layout"), BASES.values(), ids=BASES)
+def test_the_hash_of_the_base_is_the_same_at_every_layout(model: tuple[str, ...], layout: tuple[str, ...]) -> None:
+    ranks = 4 if layout[: len(TP) + len(FSDP)] == (*TP, *FSDP) else 2
+    one = observe(*ADAPTED, *model, steps=1, at_end=base_of).extra
+    assert observe(*ADAPTED, *model, *layout, ranks=ranks, steps=1, at_end=base_of).extra == one
+    assert observe(*ADAPTED, *model, "--debug.seed", "1", steps=1, at_end=base_of).extra != one
+
+
+@pytest.mark.parametrize(("model", "layout"), [((), ()), ((), TP), (MOE, (*TP, *EP))], ids=["one", "tp", "experts"])
+def test_a_resumed_run_is_the_whole_one(model: tuple[str, ...], layout: tuple[str, ...], tmp_path: Path) -> None:
+    words = (*ADAPTED, *model)
+    whole = observe(*words, steps=4)
+    first = observe(*words, *layout, ranks=1 + bool(layout), steps=2, folder=str(tmp_path))
+    rest = observe(*words, steps=2, folder=str(tmp_path))
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-6)
     assert first.losses == pytest.approx(whole.losses[:2], rel=1e-6)
 
@@ -82,15 +97,17 @@ def test_a_base_is_the_checkpoint_of_another_run(tmp_path: Path) -> None:
 
 def loaded(run: train.Run, config: dict[str, Any], checkpoint: Path) -> float:
     """The largest difference of a run's weights from those that load_run gives."""
-    model = meta_model(run.config.model).to_empty(device="cpu")
+    model = meta_model(run.config.model, run.config.training.dtype).to_empty(device="cpu")
     load_run(model, config, checkpoint)
     weights = dict(run.stages[0].named_parameters())
     return max((each - weights[name]).abs().max().item() for name, each in model.named_parameters())
 
 
-def test_generation_has_base_and_adapters(tmp_path: Path) -> None:
-    observe("--checkpoint.enable", "true", steps=2, folder=str(tmp_path / "base"))
-    words = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"))
+@pytest.mark.parametrize("base", ["float32", "bfloat16", "nf4"])
+def test_generation_has_base_and_adapters(base: str, tmp_path: Path) -> None:
+    flavor = ("--model.flavor", "tiny_wide")
+    observe(*flavor, "--checkpoint.enable", "true", steps=2, folder=str(tmp_path / "base"))
+    words = (*ADAPTED, *flavor, "--lora.base", base, "--checkpoint.initial_load_path", str(tmp_path / "base"))
     config = to_dict(load_config(["--job.config_file", str(RECIPE), *SMALL, *words]))
     check = partial(loaded, config=config, checkpoint=tmp_path / "run" / "step-2")
     assert observe(*words, steps=2, folder=str(tmp_path / "run"), at_end=check).extra == 0
@@ -124,8 +141,24 @@ FILES = {
         4,
         ("--model.name", "llama", *TP, *FSDP, "--compile.enable", "true", "--compile.backend", "aot_eager"),
     ),
+    "llama, nf4, fsdp 2": (
+        2,
+        ("--model.name", "llama", "--model.flavor", "tiny_wide", "--lora.base", "nf4", *FSDP),
+    ),
     "qwen3, q and v": (1, ("--model.name", "qwen3", "--lora.target_modules", '["q_proj", "wv"]')),
     "qwen2, rslora": (1, ("--model.name", "qwen2", "--lora.use_rslora", "true")),
+    "qwen3_moe, fsdp 2 x tp 2, ep 2": (4, ("--model.name", "qwen3_moe", *TP, *FSDP, *EP)),
+    "deepseek_v3, tp 2, ep 2": (2, ("--model.name", "deepseek_v3", "--model.flavor", "tiny_sigmoid", *TP, *EP)),
+    "deepseek_v2, rslora, without attention": (
+        1,
+        (*("--model.name", "deepseek_v3", "--lora.use_rslora", "true", "--lora.target_modules"), '["w1", "w2", "wo"]'),
+    ),
+    "qwen3_moe, experts alone": (1, ("--model.name", "qwen3_moe", "--lora.target_modules", '["w1", "w2", "w3"]')),
+    "gpt_oss, fsdp 2, ep 2": (2, ("--model.name", "gpt_oss", *FSDP, *EP)),
+    "gpt_oss, rslora, gate and up": (
+        1,
+        (*("--model.name", "gpt_oss", "--lora.use_rslora", "true", "--lora.target_modules"), '["gate_up_proj", "wk"]'),
+    ),
 }
 
 
@@ -142,7 +175,10 @@ def test_peft_and_transformers_have_our_logits(
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     recwarn.clear()
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft")
-    assert [str(each.message) for each in recwarn if not issubclass(each.category, FutureWarning)] == []
+    said = [str(each.message) for each in recwarn if not issubclass(each.category, FutureWarning)]
+    # Of patterns that match a parameter alone PEFT says that it ignores them; it does not.
+    assert [line for line in said if "pattern keys did not match any targeted module" not in line] == []
+    assert len(said) == 2 * ('["w1", "w2", "w3"]' in words)
     found = theirs(TOKENS).logits
     assert (found - ours).norm() <= 1e-5 * ours.norm()
     with theirs.disable_adapter():
@@ -157,6 +193,31 @@ def test_peft_and_transformers_have_our_logits(
         assert torch.equal(began[name], observed.weights[name]), name
     with pytest.raises(ConfigError, match=r"rank = 4 there and 8 here"):
         check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *start, "--lora.rank", "8"]))
+
+
+def as_peft(run: train.Run, folder: Path) -> None:
+    export_adapters(to_dict(run.config), folder / "step-1", folder / "peft", torch.float32)
+
+
+def test_adapters_of_experts_that_are_others_there_are_refused(tmp_path: Path) -> None:
+    """Gate and up that share a rank; and another alpha of both."""
+    words = (*ADAPTED, *MOE)
+    observe(*words, steps=1, folder=str(tmp_path), at_end=partial(as_peft, folder=tmp_path))
+    path, config = tmp_path / "peft", load_config(["--job.config_file", str(RECIPE), *SMALL, *words])
+    check = partial(check_adapters, meta_model(config.model), config.model.lora, path)
+    check()
+    described = read_json(path / "adapter_config.json")
+    for patterns in ({".*gate_up_proj": 16.0}, {}):
+        write_json(path / "adapter_config.json", described | {"alpha_pattern": patterns})
+        with pytest.raises(ConfigError, match=rf"gate_up_proj is {patterns.get('.*gate_up_proj', 16.0)} there and 32"):
+            check()
+    write_json(path / "adapter_config.json", described | {"alpha_pattern": {r".*\.gate_up_proj": 32}})
+    check()
+    tensors = load_file(path / "adapter_model.safetensors")
+    tensors["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"][0, -1] = 1.0
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.base_layer.lora_B.weight has ranks that gate and up"):
+        check()
 
 
 def merged_onto_another(run: train.Run, folder: Path) -> None:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
 from components.config import ConfigError
-from parallelize.groups import init_distributed
 from tests.faults import mutations
 from tests.faults.mutations import Mutations, bounded, mutate_bytes, mutate_lines, mutate_value
+from tests.ranks import group_of_one
 
 # Numbers whose first reading was a traceback, each for another reason.
 FOUND = [136, 156, 268, 4928, 5276, 5568, 5912, 6124, 6596]
@@ -20,9 +19,8 @@ FOUND = [136, 156, 268, 4928, 5276, 5568, 5912, 6124, 6596]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mutations]:
-    init_distributed(60)  # readers of checkpoints ask all ranks: here one
-    yield Mutations(tmp_path_factory.mktemp("mutations"))
-    dist.destroy_process_group()
+    with group_of_one():  # readers of checkpoints ask all ranks
+        yield Mutations(tmp_path_factory.mktemp("mutations"))
 
 
 def test_what_is_mutated_is_taken_or_is_one_sentence(made: Mutations) -> None:

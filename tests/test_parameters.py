@@ -20,7 +20,8 @@ from models.moe import MixtureConfig
 from models.parameters import HEAD, MATRIX, NORM, Role, find_kind
 from parallelize.groups import gather
 from parallelize.sharding import describe_memory
-from tests.harness import Observation, broken_bars, observe
+from tests.figures import Observation, broken_bars
+from tests.harness import observe
 
 FROZEN = {
     "embedding": ("tok_embeddings",),
@@ -186,6 +187,7 @@ def test_memory_is_that_of_what_is_trained() -> None:
         f"a rank keeps {size:.1f} MiB of weights, {size - 2 * table:.1f} MiB of gradients, "
         f"{2 * (size - 2 * table):.1f} MiB of optimizer state"
     )
+    assert describe_memory([], 2**20, 1, state_on_host=True).endswith("1.0 MiB of optimizer state on the host")
 
 
 @pytest.mark.parametrize("trained", ["hidden", "weight"])

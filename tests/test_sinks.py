@@ -11,10 +11,12 @@ from torch import Tensor
 from models import steps
 from models.attention import AttentionCore, Visible
 from models.steps import AttentionInSteps, Own, one_step
-from tests.harness import Observation, broken_bars, observe, rewrite
+from tests.figures import Observation, broken_bars
+from tests.harness import observe, rewrite
 from tests.test_attention import SEEN
 
-GPT_OSS = ("--model.name", "gpt_oss", "--model.flavor", "many_heads")
+GPT_OSS = ("--model.name", "gpt_oss", "--model.flavor", "many_heads", "--training.seq_len", "64")
+"""Windows of 9 tokens, shorter than the pieces of a ring of two ranks."""
 CP, METHOD = "--parallelism.context_parallel_degree", "--parallelism.context_parallel_method"
 TP, PP = "--parallelism.tensor_parallel_degree", "--parallelism.pipeline_parallel_degree"
 SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
@@ -87,6 +89,10 @@ FAULTS = {
         ("parallelize.tensor", "partial_sum", "[Partial()]", "[Replicate()]"),
     ),
     "a window counts from the start of a piece": (RING, ("parallelize.ring", "_windowed", "start - first)", "0)")),
+    "a first step that shows no key": (
+        RING,
+        ("parallelize.ring", "_windowed", "reversed([*enumerate(theirs)])", "enumerate(theirs)"),
+    ),
     "keys of an earlier piece that some queries see": (
         RING,
         ("parallelize.ring", "_windowed", "start - last + 1", "start - last + 9"),

@@ -152,6 +152,7 @@ def test_every_flavor_is_known() -> None:
     flavors["qwen3"] = ["debugmodel", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]
     flavors["qwen3"] += ["debugmodel_moe", "30B-A3B", "235B-A22B"]
     flavors["deepseek_v3"] = ["debugmodel", "16B", "236B", "671B"]
+    flavors["gpt_oss"] = ["debugmodel", "20b", "120b"]
     for name, sizes in flavors.items():
         for flavor in sizes:
             model = load_config(["--model.name", name, "--model.flavor", flavor]).model

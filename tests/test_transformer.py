@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2, in groups": {**DEEPSEEK, **SOFTMAX, "n_groups": 4, "top_groups": 2, "route_scale": 16.0},
     "qwen3_moe": {"family": "qwen3_moe", **QWEN3, **EXPERTS},
     "gpt_oss": {"family": "gpt_oss", **EXPERTS, "n_kv_heads": 2, "head_size": 16, "window": 17, "rope_scaling": YARN},
-    "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 32)},
+    "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 512)},
     "linear scaling": {"family": "qwen3", **QWEN3, "rope_scaling": RopeScaling("linear", 4.0)},
     "qwen3_moe, not normalised": {"family": "qwen3_moe", "normalised": False, **QWEN3, **EXPERTS},
 }

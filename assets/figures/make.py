@@ -1,5 +1,6 @@
-"""Draw the figures of docs/: python assets/figures/make.py. What is drawn is the layout of two, or of four, ranks."""
+"""Draw the figures of docs/: python -m assets.figures.make. They are of layouts of two or four ranks, and of models."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
+
+from models import MODELS
+from models.config import TransformerConfig
 
 RANKS = ("#2f6fb5", "#e08a1e", "#3f9a5b", "#8e5aa8")
 """A colour for each rank."""
@@ -228,12 +232,65 @@ def _draw_ulysses(axes: Axes, x: float, y: float) -> None:
     )
 
 
+SEQUENCE, LAYERS = 8192, 12
+"""What draw_visible shows: the tokens of a sequence, and the first layers."""
+
+
+def visible_rows() -> list[tuple[str, str, list[int]]]:
+    """(models, the keys that a query sees in words, and the most that it sees in each of the first layers).
+
+    Of the published sizes, whose names begin with a digit. Those of a family that see the same are named together.
+    """
+    rows: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for family, (_, flavors) in MODELS.items():
+        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+        for size, config in flavors.items():
+            if size[0].isdigit():
+                alike.setdefault(_seen(config), []).append(size)
+        for seen, sizes in alike.items():
+            rows.setdefault(seen, []).append(family if len(alike) == 1 else f"{family} {', '.join(sizes)}")
+    return [("\n".join(names), words, [*tokens]) for (words, tokens), names in rows.items()]
+
+
+def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
+    """The keys that a query sees in words, and the most in each layer."""
+    if config.window is None:
+        return "all up to\nits own", (SEQUENCE,) * LAYERS
+    words = f"the last {config.window:,}" + (f",\nall in 1 layer of {config.full_every}" if config.full_every else "")
+    return words, tuple(config.window if config.has_window(layer) else SEQUENCE for layer in range(LAYERS))
+
+
+def draw_visible() -> Figure:
+    """The keys that queries see in each layer, of models that see the same."""
+    rows, cell, left, top = visible_rows(), 0.78, 2.75, 1.5
+    heights = [max(0.92, 0.3 * len(models.splitlines())) for models, _, _ in rows]
+    figure, axes = canvas(15.2, top + sum(heights) + 0.25)
+    text(axes, 7.6, 0.4, f"Which keys a query sees, in a sequence of {SEQUENCE:,} tokens", 18, weight="bold")
+    text(axes, 7.6, 0.76, "queries downwards, keys to the right", colour=GREY)
+    text(axes, left - 0.2, 1.2, "layer", ha="right")
+    for layer in range(LAYERS):
+        text(axes, left + (layer + 0.5) * 0.84, 1.2, str(layer))
+    for (models, words, tokens), height in zip(rows, heights, strict=True):
+        middle = top + height / 2
+        text(axes, 0.2, middle, models, 13, ha="left", weight="bold")
+        text(axes, left + LAYERS * 0.84 + 0.12, middle, words, ha="left")
+        for layer, count in enumerate(tokens):
+            x, y, width = left + 0.84 * layer, middle - cell / 2, cell * count / SEQUENCE
+            axes.add_patch(Rectangle((x, y), cell, cell, facecolor="white", edgecolor="#d0d7de", linewidth=0.8))
+            corners = [(x, y), (x + cell, y + cell), (x + cell - width, y + cell), (x, y + width)]
+            axes.fill(*zip(*corners, strict=True), color=RANKS[count < SEQUENCE], linewidth=0.8)
+        top += height
+    return figure
+
+
 def main() -> None:
     """Write the figures beside this file."""
     plt.rcParams["font.family"] = ["DejaVu Sans"]
     figures = {"tensor_parallel": draw_tensor_parallel(), "context_parallel": draw_context_parallel()}
     for name, figure in figures.items():
         figure.savefig(Path(__file__).with_name(f"{name}.png"), dpi=100, facecolor="white")
+    described = {"Description": json.dumps(visible_rows())}
+    draw_visible().savefig(Path(__file__).with_name("visible.png"), dpi=100, facecolor="white", metadata=described)
 
 
 if __name__ == "__main__":

@@ -160,6 +160,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     rounded = {config.optimizer.state_dtype, training.dtype} != {"float32"}
     if rounded and config.optimizer.implementation != "fused":
         yield "optimizer.implementation", "there is one for weights and moments that are rounded: leave it out"
+    if config.optimizer.state_offload and training.enable_cpu_offload:
+        yield "optimizer.state_offload", "training.enable_cpu_offload = true keeps all of it on the host: leave one out"
     total = config.lr_scheduler.total_steps
     if total is not None and total < training.steps:
         yield "lr_scheduler.total_steps", f"training.steps = {training.steps} is more"
@@ -195,7 +197,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield f"{float8}.recipe_name", reason
         if config.quantize.linear.float8.emulate:
             yield f"{float8}.emulate", reason
-    for key in ("alpha", "target_modules", "use_rslora", "initial_load_path"):
+    for key in ("alpha", "target_modules", "use_rslora", "base", "initial_load_path"):
         if f"model.lora.{key}" in config.origins and "model.lora.rank" not in config.origins:
             yield f"model.lora.{key}", "needs lora.rank of 1 or more; 0 says that there are no adapters"
     if config.model.lora.rank and config.model.converters:

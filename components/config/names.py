@@ -12,7 +12,7 @@ class Unavailable(NamedTuple):
     """If one of these keys is off, any value passes: files list tables that are off."""
 
 
-_LORA = ("rank", "alpha", "target_modules", "use_rslora", "initial_load_path")
+_LORA = ("rank", "alpha", "target_modules", "use_rslora", "base", "initial_load_path")
 
 # Old name -> (key here, function of the value). A double negative gets a positive twin.
 RENAMED: dict[str, tuple[str, str]] = {
@@ -121,6 +121,7 @@ _REPLICATE = "parallelism.data_parallel_replicate_degree"
 _RESHARD = "parallelism.fsdp_reshard_after_forward"
 _OFFLOAD = "training.enable_cpu_offload"
 _WEIGHTS_ALONE = f"{_OFFLOAD}: weights alone would have to come back for every update"
+_STATES_ALONE = f"optimizer.state_offload; {_OFFLOAD} keeps weights and gradients on the host too"
 _CP = "parallelism.context_parallel_degree"
 _ACCUMULATION = "training.global_batch_size, from which accumulation steps follow"
 
@@ -149,6 +150,8 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("lora_r", "lora_rank"), "lora.rank"),
     "lora_alpha": "lora.alpha",
     **dict.fromkeys(("lora_target_modules", "lora_target_linear"), 'lora.target_modules: "all-linear", or a list'),
+    **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "bnb_config_kwargs"), 'lora.base = "nf4"'),
+    "adapter": 'lora.rank, and for qlora lora.base = "nf4"',
     **dict.fromkeys(("lora_dropout", "use_dora", "peft_use_dora"), "nothing: adapters have neither dropout nor norms"),
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
@@ -163,7 +166,7 @@ FOREIGN: dict[str, str] = {
     "mixed_precision": "training.mixed_precision_param",
     "cpu_offload": _OFFLOAD,
     **dict.fromkeys(("fsdp_offload_params", "offload_param"), _WEIGHTS_ALONE),
-    "offload_optimizer": f"{_OFFLOAD}, which keeps weights, gradients and optimizer together on the host",
+    **dict.fromkeys(("offload_optimizer", "optimizer_cpu_offload"), _STATES_ALONE),
 }
 
 # Values of such keys -> the settings that do the same.

@@ -67,7 +67,8 @@ def _report(error: Exception) -> ExitCode:
     return ExitCode.LOST_RANK if lost else ExitCode.ERROR
 
 
-_OUT_OF_MEMORY = """Out of memory. Three keys to try:
+_OUT_OF_MEMORY = """Out of memory. Four keys to try:
   training.local_batch_size                fewer sequences at a time; with training.global_batch_size set, the same run
   parallelism.data_parallel_shard_degree   more ranks to share weights, gradients and optimizer
+  optimizer.state_offload                  moments on the host
   training.enable_cpu_offload              weights, gradients and optimizer on the host"""

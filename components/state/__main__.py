@@ -60,11 +60,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
-    if options.command == "merge" and not chosen_model(config).lora.rank:
+    merges, adapters = options.command == "merge", chosen_model(config).lora
+    if merges and not adapters.rank:
         raise ConfigError(f"{options.run}: trained without adapters; export would do")
-    write = merge if options.command == "merge" else export_run
+    write = merge if merges else export_run
     write(config, checkpoint, options.folder, getattr(torch, options.dtype))
-    print(f"{checkpoint} -> {options.folder}")
+    said = f", onto the base in {adapters.base}, with which they were trained" if merges and adapters.base else ""
+    print(f"{checkpoint} -> {options.folder}{said}")
     return ExitCode.DONE
 
 

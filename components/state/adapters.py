@@ -4,13 +4,15 @@ python -m components.state export RUN FOLDER               adapter_model.safeten
 python -m components.state merge RUN --to FOLDER           the whole model, as transformers loads it
 """
 
+import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from components.config import ConfigError, Lora
 from components.files import read_json, write_json
@@ -21,7 +23,7 @@ from components.state.together import read_together, together
 from components.state.weights import Folder, export, put_in_place
 from models import meta_model
 from models.lora import merged
-from models.parameters import is_adapter
+from models.peft import Place, places, targets
 from parallelize.sharding import own_slice
 
 
@@ -42,11 +44,15 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
 
     config: the run's job file. Called by all ranks. Raises OSError on every rank if the first cannot write.
     """
-    model = meta_model(chosen_model(config))
-    names = {name: _name_there(model, name) for name, _ in model.named_parameters() if is_adapter(name)}
-    tensors = {f"model.{name}": torch.empty(model.get_parameter(name).shape) for name in names}
+    chosen = chosen_model(config)
+    model = meta_model(chosen)
+    found = places(model)
+    tensors = {f"model.{name}": torch.empty(model.get_parameter(name).shape) for name in found}
     load_tensors(tensors, checkpoint, convert=True)
     table, start = config["model"]["lora"], config["checkpoint"]
+    parts = max(place.parts for place in found.values())
+    # The first pattern that matches counts. PEFT takes them for idle if none matches a module.
+    patterns = {"(?!.*gate_up_proj).*": 1, ".*": parts} if parts > 1 else {}
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -56,7 +62,9 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         "use_rslora": table["use_rslora"],
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({there.split(".")[-3] for there in names.values()}),
+        "rank_pattern": {pattern: table["rank"] * factor for pattern, factor in patterns.items()},
+        "alpha_pattern": {pattern: _alpha(chosen.lora, factor) for pattern, factor in patterns.items()},
+        **targets(found.values()),
         "inference_mode": True,
     }
 
@@ -66,7 +74,9 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         staging = path.with_name(f".staging-{path.name}")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        theirs = {there: tensors[f"model.{name}"].to(dtype) for name, there in names.items()}
+        theirs = {place.name: torch.zeros(place.shape, dtype=dtype) for place in found.values()}
+        for name, place in found.items():
+            place.of(theirs[place.name]).copy_(tensors[f"model.{name}"])
         save_file(theirs, staging / "adapter_model.safetensors", metadata={"format": "pt"})
         (staging / "adapter_model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
         write_json(staging / "adapter_config.json", described)
@@ -77,53 +87,88 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
 
 def check_adapters(model: Any, asked: Lora, path: Path) -> None:
     """Raises ConfigError with every misfit between a folder of PEFT's and the (whole) model's adapters."""
+    wanted_places = list(places(model).values())
     try:
         given = read_json(path / "adapter_config.json")
         found = {ours: given.get(theirs, default) for ours, (theirs, default) in _SETTINGS.items()}
         unknown = [key for key in _UNKNOWN if given.get(key)]
-    except (OSError, ValueError, AttributeError) as error:
+        alphas = {place.target: (_alpha_there(given, place.target), place.parts) for place in wanted_places}
+    except (OSError, ValueError, AttributeError, re.error) as error:
         raise ConfigError(f"{path}: {error}") from error
     wanted = {key: getattr(asked, key) for key in found}
     misfits = [f"{key} = {found[key]} there and {wanted[key]} here" for key in found if found[key] != wanted[key]]
     misfits += [f"{key} is not available" for key in unknown]
-    there = Folder(path).shapes()
-    here = {_name_there(model, name): tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
+    misfits += [
+        f"alpha of {target} is {alpha} there and {_alpha(asked, parts)} here"
+        for target, (alpha, parts) in alphas.items()
+        if not misfits and alpha != _alpha(asked, parts)
+    ]
+    folder = Folder(path)
+    there = folder.shapes()
+    here = {place.name: place.shape for place in wanted_places}
     for name in sorted(there.keys() | here.keys()):
         if there.get(name) != here.get(name):
             misfits.append(f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here")
+    misfits += [] if misfits else _mixed(folder, wanted_places)
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
 
 
+def _alpha(lora: Lora, parts: int) -> float:
+    """Of an adapter of so many times the rank, whose scale is that of the others."""
+    return lora.alpha * (parts**0.5 if lora.use_rslora else parts)
+
+
+def _alpha_there(given: dict[str, Any], target: str) -> Any:
+    """alpha of a module or a parameter, by the first pattern that matches its name."""
+    patterns = (given.get("alpha_pattern") or {}).items()
+    found = [alpha for pattern, alpha in patterns if re.match(rf"(.*\.)?({pattern})$", target)]
+    return [*found, given.get(*_SETTINGS["alpha"])][0]
+
+
+def _mixed(folder: Folder, wanted: list[Place]) -> list[str]:
+    """Misfits of fused adapters: gate and up share nothing here."""
+    fused: dict[str, list[Place]] = {}
+    for place in wanted:
+        fused.setdefault(place.name, []).append(place)
+    misfits = []
+    for name, parts in fused.items():
+        if sum(part.of(torch.empty(part.shape, device="meta")).numel() for part in parts) < math.prod(parts[0].shape):
+            rest = _read(folder, parts[0]).clone()
+            for part in parts:
+                part.of(rest).zero_()
+            if rest.any():
+                misfits.append(f"{name} has ranks that gate and up share, or that only one of them has here")
+    return misfits
+
+
+def _read(folder: Folder, place: Place) -> Tensor:
+    return folder.read(place.name, tuple(map(slice, place.shape)))
+
+
 _SETTINGS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8), "use_rslora": ("use_rslora", False)}
 """Keys here -> of adapter_config.json, and PEFT's default."""
-_UNKNOWN = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "use_qalora")
-"""Keys of adapter_config.json that change what adapters compute."""
+_UNKNOWN = ("use_dora", "modules_to_save", "layer_replication", "use_qalora")
+"""Keys of adapter_config.json that change what adapters compute. Shapes tell ranks, also those of rank_pattern."""
 
 
 def load_adapters(stages: list[nn.Module], path: Path) -> None:
-    """Fill adapters from a folder that check_adapters has accepted; each rank reads only its own slices.
+    """Fill adapters from a folder that check_adapters has accepted; each rank holds one whole tensor at a time.
 
     Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
     """
-    named = [(stage, name, each) for stage in stages for name, each in stage.named_parameters() if is_adapter(name)]
+    named = [(name, stage.get_parameter(name), place) for stage in stages for name, place in places(stage).items()]
 
     def read() -> None:
         folder = Folder(path)
-        for stage, name, parameter in named:
+        for _, parameter, place in named:
             local, offset = own_slice(parameter.detach())
             where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
             if local.numel():
-                local.copy_(folder.read(_name_there(stage, name), where))
+                local.copy_(place.of(_read(folder, place))[where])
 
     read_together(read)
-    check_finite({name: parameter for _, name, parameter in named}, path)
-
-
-def _name_there(model: Any, name: str) -> str:
-    """layers.3.attention.wq.lora_A -> base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight."""
-    module, _, matrix = name.rpartition(".")
-    return f"base_model.model.{model.hf_name(f'{module}.weight').removesuffix('weight')}{matrix}.weight"
+    check_finite({name: parameter for name, parameter, _ in named}, path)
 
 
 def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:

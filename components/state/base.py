@@ -16,6 +16,7 @@ from components.counter_hash import chunks, key_of, mixed
 from components.state.checkpoint import Checkpointer
 from components.state.folder import peek
 from components.state.init import initialize_weights
+from components.state.packed import numbers_of
 from components.state.tensors import load_tensors
 from models.parameters import is_adapter
 from parallelize.sharding import is_copy, local_part
@@ -38,7 +39,7 @@ def hash_of_base(stages: list[nn.Module], across_stages: dist.ProcessGroup | Non
         for name, parameter in stage.named_parameters():
             if not is_adapter(name) and not is_copy(parameter):
                 groups, _ = local_part(parameter)
-                sums[groups].append(_sum_of_hashes(parameter.detach(), key_of(name)))
+                sums[groups].append(_sum_of_hashes(numbers_of(parameter.detach()), key_of(name)))
     total = torch.zeros((), dtype=torch.int64, device=next(stages[0].parameters()).device)
     for groups, own in sums.items():
         part = torch.stack(own).sum()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from components.counter_hash import chunks, key_of, mixed, shifted
+from components.state.packed import to_fill
 from models.parameters import Uniform
 from parallelize.sharding import own_slice
 
@@ -35,11 +36,11 @@ def initialize_weights(
     """
     for name, parameter in model.named_parameters():
         std = init_std(name)
-        with torch.no_grad():
+        with torch.no_grad(), to_fill(parameter) as numbers:
             if std is None:
-                parameter.fill_(1.0)
+                numbers.fill_(1.0)
             else:
-                _fill(parameter, std, key_of(seed, name), device or parameter.device)
+                _fill(numbers, std, key_of(seed, name), device or parameter.device)
 
 
 def _fill(parameter: Tensor, std: float | Uniform, key: int, device: torch.device) -> None:

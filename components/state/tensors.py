@@ -1,8 +1,10 @@
 """Tensors of one checkpoint: each rank reads its own slices, from files that the manifest lists and nowhere else."""
 
 import io
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -16,7 +18,9 @@ from components.config import ConfigError
 from components.files import patiently
 from components.state.folder import Fault, inside, manifest, read_inside
 from components.state.metadata import files_of, parse
+from components.state.packed import to_fill
 from components.state.together import cause, failures, read_together
+from models.nf4 import is_packed, scales_of, unpacked_shape
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
 
@@ -80,13 +84,33 @@ def load_tensors(
     reader = open_reader(folder, group)
     check_fit(tensors, reader, convert)
     try:
-        dcp.load(tensors, storage_reader=reader, process_group=group)
+        for part in _parts(tensors):
+            with ExitStack() as packing:
+                numbers = {name: packing.enter_context(to_fill(part[name])) for name in _packed(part)}
+                dcp.load(part | numbers, storage_reader=reader, process_group=group)
     except dcp.CheckpointException as failure:
         errors = failures(failure).values()
         what = "cannot be read" if all(isinstance(error, OSError) for error in errors) else "is refused"
         reasons = dict.fromkeys(f"{folder} {what}: {cause(error)}" for error in errors)
         raise ConfigError([*reasons]) from failure
     check_finite(tensors, folder)
+
+
+def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Those of packed parameters (models/nf4.py); the optimizer has uint8 of its own."""
+    return [name for name, tensor in tensors.items() if not name.startswith("optimizer.") and is_packed(tensor)]
+
+
+def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What is loaded at once: packed parameters of one layer, whose numbers take eight times their memory; all others.
+
+    As many parts on every rank.
+    """
+    packed = _packed(tensors)
+    layers = itertools.groupby(packed, key=lambda name: name.split(".")[:3])
+    parts = [{name: tensor for name, tensor in tensors.items() if name not in packed}]
+    parts += [{name: tensors[name] for name in names} for _, names in layers]
+    return parts + [{} for _ in range(max(gather(len(parts))) - len(parts))]
 
 
 def fill_copies(named: Iterable[tuple[str, Tensor]], filled: Mapping[str, Tensor]) -> None:
@@ -107,15 +131,15 @@ def check_fit(tensors: dict[str, Tensor], reader: Reader, convert: bool) -> None
 
 def _misfits(tensors: dict[str, Tensor], names: set[str], reader: Reader, convert: bool) -> Iterator[str]:
     """Misfits of this rank's tensors, and saved tensors that no rank has; names: those of all ranks' tensors."""
-    saved = reader.metadata.state_dict_metadata
+    saved, packed = reader.metadata.state_dict_metadata, _packed(tensors)
     for name, tensor in tensors.items():
         there = saved.get(name)
         if there is None:
             yield f"{name} is missing"
         elif not isinstance(there, TensorStorageMetadata):
             yield f"{name} is no tensor there"
-        elif there.size != tensor.shape:
-            yield f"{name} is {tuple(there.size)} there and {tuple(tensor.shape)} here"
+        elif there.size != (shape := unpacked_shape(tensor.shape) if name in packed else tensor.shape):
+            yield f"{name} is {tuple(there.size)} there and {tuple(shape)} here"
         elif there.properties.dtype != tensor.dtype and not convert:
             yield f"{name} is {there.properties.dtype} there and {tensor.dtype} here"
     kinds = {name.partition(".")[0] for name in names}
@@ -126,8 +150,9 @@ def _misfits(tensors: dict[str, Tensor], names: set[str], reader: Reader, conver
 
 def check_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
     """Raises ConfigError with the names of tensors that hold NaN or inf. Each rank looks at its own slices only."""
-    own = {name: own_slice(tensor.detach())[0] for name, tensor in tensors.items() if tensor.is_floating_point()}
-    own = {name: tensor for name, tensor in own.items() if tensor.numel()}
+    own = {name: own_slice(tensor.detach())[0] for name, tensor in tensors.items()}
+    own |= {name: scales_of(own[name]) for name in _packed(own)}
+    own = {name: tensor for name, tensor in own.items() if tensor.numel() and tensor.is_floating_point()}
     # The least and the largest number: one pass without a copy, and NaN if there is one.
     wrong = [name for name, tensor in own.items() if not torch.stack(torch.aminmax(tensor)).isfinite().all()]
     if names := [*dict.fromkeys(name for part in gather(wrong) for name in part)]:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from components.config import ConfigError
 from components.data.tokenizer import export_tokenizer
 from components.files import inside, read_json_as, write_json
+from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
@@ -156,16 +157,20 @@ def _fill(stages: list[nn.Module], folder: Folder) -> None:
         for name, parameter in stage.named_parameters():
             if is_adapter(name):
                 continue
-            local, offset = own_slice(parameter.detach())
-            where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
-            part = _part(stage.hf_name(name))  # type: ignore[operator]
-            if not part.name:
-                local.zero_()
-            elif "*" in part.name:
-                for number, piece in enumerate(local, offset[0]):
-                    _read(folder, _numbered(part, number), where[1:], piece)
-            else:
-                _read(folder, part, where, local)
+            with to_fill(parameter.detach()) as numbers:
+                _fill_one(numbers, _part(stage.hf_name(name)), folder)  # type: ignore[operator]
+
+
+def _fill_one(parameter: Tensor, part: Part, folder: Folder) -> None:
+    local, offset = own_slice(parameter)
+    where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
+    if not part.name:
+        local.zero_()
+    elif "*" in part.name:
+        for number, piece in enumerate(local, offset[0]):
+            _read(folder, _numbered(part, number), where[1:], piece)
+    else:
+        _read(folder, part, where, local)
 
 
 def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) -> None:

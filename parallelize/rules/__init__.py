@@ -99,8 +99,13 @@ RULES = [
     Rule(
         "model.lora.target_modules",
         model.lora_misfit,
-        "A name that no matrix has would be a matrix without an adapter, which nobody sees. Experts are stacks of "
-        "matrices: it would take an A and a B for each.",
+        "A name that no matrix has would be a matrix without an adapter, which nobody sees.",
+    ),
+    Rule(
+        "model.lora.base",
+        model.packing_misfit,
+        "A block of 64 numbers has one scale: a rank with half a block would have another scale than one process. It "
+        "would take shorter blocks.",
     ),
     Rule("compile.backend", compile.backend_misfit, "torch has no such backend."),
     _pipeline(
@@ -196,6 +201,11 @@ RULES = [
     *(
         Rule(f"experts.{key}", expert.balance_misfit(key), "A model without experts has no load to balance.")
         for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
+    ),
+    Rule(
+        "experts.bias_update_speed",
+        expert.frozen_misfit,
+        "Neither a checkpoint of adapters nor a folder of PEFT's has biases of routers: they are the base's.",
     ),
     Rule(
         "checkpoint.last_save_in_hf",

@@ -41,6 +41,12 @@ def balance_misfit(key: str) -> Callable[[JobConfig, Degrees], str]:
     return misfit
 
 
+def frozen_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not (config.model.lora.rank and config.experts.bias_update_speed):
+        return ""
+    return "it would move biases of routers, which are frozen beside adapters (lora.rank); 0 would do"
+
+
 def parts_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.experts.sequence_loss_factor or config.parallelism.pipeline_parallel_sequence_splits == 1:
         return ""

@@ -1,8 +1,8 @@
 """Rules on what the job file says of the model: each function gives the reason for a refusal, or an empty string."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
-from components.config import JobConfig, RopeScaling
+from components.config import JobConfig, Lora, RopeScaling
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import not_among, sizes_of
 
@@ -35,14 +35,27 @@ def lora_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.model.lora.rank:
         return ""
     from models import meta_model
-    from models.moe import MixtureConfig
 
-    if isinstance(sizes_of(config), MixtureConfig):
-        return f"{config.model.name} has experts, which cannot have adapters; a model without experts would do"
     try:
         meta_model(config.model)
     except ValueError as error:
         return str(error)
+    return ""
+
+
+def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if config.model.lora.base != "nf4":
+        return ""
+    from models import meta_model
+    from models.nf4 import BLOCK
+
+    model = meta_model(replace(config.model, lora=Lora()))
+    for name, parameter in model.named_parameters():
+        kind, columns = model.kind(name), parameter.shape[-1]
+        ranks = degrees.tp if kind.into_residual else 1
+        if kind.role in ("matrix", "expert") and columns % (BLOCK * ranks):
+            shared = f", which {ranks} tensor parallel ranks share," if ranks > 1 else ""
+            return f'the {columns} columns of {name}{shared} are no whole blocks of {BLOCK}; "bfloat16" would do'
     return ""
 
 

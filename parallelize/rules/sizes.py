@@ -20,6 +20,8 @@ def near_multiples(size: int, unit: int) -> str:
 
 
 def not_among(given: str, known: Iterable[str]) -> str:
-    """The names that would do, and the nearest."""
-    near = difflib.get_close_matches(given, known, 1, 0.5)
-    return f"not one of {', '.join(known)}" + (f"; did you mean {near[0]}?" if near else "")
+    """The names that would do, the first 20 of more, and the nearest."""
+    names = list(known)
+    near = difflib.get_close_matches(given, names, 1, 0.5)
+    shown = [*names[:20], f"{len(names) - 20} more"] if len(names) > 21 else names
+    return f"not one of {', '.join(shown)}" + (f"; did you mean {near[0]}?" if near else "")

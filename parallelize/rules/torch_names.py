@@ -12,7 +12,6 @@ PROVEN = "2.13"
 PRIVATE: dict[str, dict[str, str]] = {
     "every run": {
         "torch": "_foreach_mul_ _foreach_norm _softmax_backward_data",
-        "torch.optim": "Adam._init_group",
         "torch._C._distributed_c10d": "_dump_fr_trace_json",
         "torch.distributed": "ProcessGroup._get_backend ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
         "ProcessGroupGloo._Options._threads ProcessGroupGloo._Options._timeout",
