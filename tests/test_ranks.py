@@ -11,7 +11,7 @@ import pytest
 from components.config import JobConfig
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import read_settings
-from tests.launches import Start, alive, launcher
+from tests.launches import START, Start, alive, launcher
 
 begin = pytest.fixture(launcher)
 
@@ -147,6 +147,31 @@ def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
     assert "rank 1 was killed by SIGKILL" in err
     assert "starting all ranks again" in err
     assert out.splitlines()[-1] == "attempt 1"
+
+
+def test_the_last_line_of_a_lost_rank_is_quoted_however_late_it_is_logged(begin: Start) -> None:
+    script = """
+        import os
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            print("waited for a neighbour")
+            os._exit(LOST_RANK)
+    """
+    script = script.replace("LOST_RANK", str(int(ExitCode.LOST_RANK)))
+    code, _, err = begin(script, start=LATE_LOGS + START, MAX_RESTARTS="1").end()
+    assert code == 0, err
+    assert "  waited for a neighbour\n" in err
+
+
+LATE_LOGS = """
+import time
+from components.launch import process
+
+def copy(*words):
+    time.sleep(0.5)
+    at_once(*words)
+
+at_once, process._copy = process._copy, copy
+"""
 
 
 @pytest.mark.parametrize("restarts", [0, 1])

@@ -103,6 +103,42 @@ def test_a_signal_that_another_thread_receives_stops_them_too(begin: Start) -> N
     assert launched.end()[0] == 143
 
 
+def test_a_signal_that_comes_while_ranks_are_started_reaches_each_once(begin: Start) -> None:
+    script = """
+        import os, signal, time
+        asked = []
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        open("ready_" + os.environ["RANK"], "w").close()
+        while not asked:
+            time.sleep(0.01)
+        time.sleep(2)  # a second signal would come in this time
+        print(asked)
+        os._exit(143)
+    """
+    launched = begin(script, start=SIGNAL_BETWEEN + START)
+    assert launched.end()[0] == 143
+    assert [launched.log(rank).splitlines()[-1] for rank in (0, 1)] == ["[15]", "[15]"]
+
+
+SIGNAL_BETWEEN = """
+import os, signal, time
+from components.launch import ranks
+
+def start(number, *more):
+    if number == 1:
+        while not os.path.exists("ready_0"):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    rank = RankProcess(number, *more)
+    while not os.path.exists(f"ready_{number}"):
+        time.sleep(0.01)
+    return rank
+
+RankProcess, ranks.RankProcess = ranks.RankProcess, start
+"""
+
+
 OTHER_THREAD = """
 import signal, threading, time
 threading.Thread(target=time.sleep, args=(60,), daemon=True).start()

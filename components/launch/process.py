@@ -72,6 +72,8 @@ class RankProcess:
         self.end_time = math.inf
         self.killed = False
         """Whether the launcher killed it."""
+        self._asked = threading.Lock()
+        """Taken by the first thread that asks it to stop."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         more = variables(str(log), grace_seconds)
         self.process = _FORKS.Process(
@@ -102,6 +104,11 @@ class RankProcess:
             self.killed, self.code = False, -signal.SIGKILL
         else:
             self.code = self.process.exitcode
+
+    def ask_to_stop(self, number: int) -> None:
+        """Send it the signal, once however many threads pass the signal on."""
+        if self._asked.acquire(blocking=False):
+            self.signal(number)
 
     def signal(self, number: int) -> None:
         if self.code is None:

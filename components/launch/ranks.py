@@ -157,6 +157,8 @@ class Ranks:
             how = f"was killed by {signal.Signals(-cause.code).name}"
         else:
             how = f"ended with exit code {cause.code}"
+        self.kill()  # what its children may still print goes to an end too
+        cause.finish_output()
         if not cause.shown:
             for line in last_lines(cause.log, 1 if cause.code == ExitCode.LOST_RANK else 12):
                 say(f"  {line}")
@@ -189,7 +191,7 @@ class Ranks:
     def _pass_on(self) -> None:
         """Signal the ranks alone: loader workers must live until their ranks have saved."""
         for rank in self._ranks:
-            rank.signal(self._request.number)
+            rank.ask_to_stop(self._request.number)
 
     def _prefix(self, number: int) -> bytes | None:
         """The prefix of each line on the console; None keeps the rank off the console."""
