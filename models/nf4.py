@@ -43,7 +43,7 @@ def pack(numbers: Tensor) -> Tensor:
     scales = blocks.abs().amax(dim=-1, keepdim=True).bfloat16()
     levels = torch.tensor(_LEVELS, device=numbers.device)
     halfway = (levels[1:] + levels[:-1]) / 2
-    codes = torch.bucketize(blocks / scales.float().where(scales != 0, 1), halfway, out_int32=True).to(torch.uint8)
+    codes = torch.bucketize(blocks / scales.float(), halfway, out_int32=True).to(torch.uint8)
     pairs = codes[..., 0::2] | codes[..., 1::2] << 4
     return torch.cat((pairs, scales.view(torch.uint8)), dim=-1).flatten(-2)
 
