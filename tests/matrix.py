@@ -20,7 +20,7 @@ from components.config import ROOT
 from tests import composition
 from tests.figures import BARS, Observation, figures
 from tests.harness import Case, observe, observe_all
-from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, Layout, any_layout, main_layouts
+from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, STEPS, Layout, any_layout, main_layouts
 from tests.spread import spread
 
 
@@ -49,7 +49,7 @@ class Result:
 
 @functools.cache
 def one_process(run: tuple[str, ...]) -> Observation:
-    return observe(*run, valid_labels=LABELS)
+    return observe(*run, steps=STEPS, valid_labels=LABELS)
 
 
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
@@ -64,7 +64,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
         else:
             accepted.append(each)
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
-    cases = [Case(overrides=each.overrides(), ranks=each.ranks, valid_labels=LABELS) for each in accepted]
+    cases = [Case(each.overrides(), each.ranks, STEPS, LABELS) for each in accepted]
     for each, observed in zip(accepted, observe_all(cases), strict=True):
         if isinstance(observed, RuntimeError):
             yield Result(each, "", str(observed), {}, 0.0)
@@ -78,8 +78,8 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
 def replayed(each: Layout) -> Result:
     """A layout with experts once more, with the routing of one process: its own may have sent tokens elsewhere."""
     reference = one_process(each.run())
-    options = {"ranks": each.ranks, "valid_labels": LABELS, "routing": reference.routing}
-    observed = observe(*each.overrides(), **options)
+    options = {"steps": STEPS, "valid_labels": LABELS, "routing": reference.routing}
+    observed = observe(*each.overrides(), ranks=each.ranks, **options)
     return Result(each, "", "", figures(observed, reference), observed.seconds, observed.routing.flips)
 
 
