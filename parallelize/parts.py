@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from models.attention import AttentionCore, Visibility
 from models.steps import AttentionInSteps, Step, step
 from models.visible import Visible
+from parallelize.stage import Stage
 
 
 def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
@@ -41,7 +41,7 @@ def cut_into_parts(tensor: Tensor, micro_batches: int, splits: int) -> Tensor:
     return parts.transpose(1, 2).flatten(0, 2)
 
 
-class PartStage(PipelineStage):
+class PartStage(Stage):
     """Announces each part to the stage before its forward."""
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 
 from components.config import JobConfig, Parallelism
 from models.config import TransformerConfig
@@ -19,6 +18,7 @@ from parallelize.mesh import Degrees, Mesh, padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of
 from parallelize.sharding import local_part, poison_if_not_finite
+from parallelize.stage import Stage
 from parallelize.tables import Order, written
 
 
@@ -60,7 +60,7 @@ def _passed_on(dim: int, config: JobConfig, degrees: Degrees) -> tuple[Tensor, T
     return tokens, hidden, torch.empty((), device="meta", requires_grad=True)
 
 
-def _by_table(orders: Order, stages: list[PipelineStage], options: dict[str, Any]) -> Any:
+def _by_table(orders: Order, stages: list[Stage], options: dict[str, Any]) -> Any:
     """torch's schedule that runs these steps of each rank, with the messages between them."""
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
@@ -93,7 +93,7 @@ class Pipeline:
         """Forward passes of a stage in one call of forward_backward: what a schedule calls its micro-batches."""
         tokens, hidden, loss = _passed_on(sizes.dim, config, mesh.degrees)
         self._valid = 1
-        stage_class = PipelineStage if self._splits == 1 else PartStage
+        stage_class = Stage if self._splits == 1 else PartStage
         # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [
             stage_class(

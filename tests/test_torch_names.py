@@ -153,8 +153,8 @@ def test_another_torch_is_refused_only_for_what_the_layout_uses(monkeypatch: pyt
         (1, (), set()),
         (2, (CP, "2"), {"ring", "attention in steps"}),
         (2, (CP, "2", "--parallelism.context_parallel_method", "ulysses"), {"ulysses"}),
-        (2, (PP, "2", f"{PP[:-7]}_sequence_splits", "2"), {"attention in steps", "tables of actions"}),
-        (2, (PP, "2", f"{PP[:-7]}_schedule_csv", "a.csv"), {"tables of actions"}),
+        (2, (PP, "2", f"{PP[:-7]}_sequence_splits", "2"), {"pipeline", "attention in steps", "tables of actions"}),
+        (2, (PP, "2", f"{PP[:-7]}_schedule_csv", "a.csv"), {"pipeline", "tables of actions"}),
     ],
 )
 def test_a_layout_uses_the_names_of_its_parts(ranks: int, words: tuple[str, ...], parts: set[str]) -> None:

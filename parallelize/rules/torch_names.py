@@ -24,6 +24,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch": "UntypedStorage._cdata ops.aten._local_scalar_dense.default ops.aten.mm.default._schema",
         "torch._subclasses.fake_tensor": "FakeTensorMode",
         "torch.distributed.tensor": "DTensor._local_tensor",
+        "torch.distributed.tensor._sharding_prop": "ShardingPropagator._fake_mode_lock",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
         "torch.utils._python_dispatch": "TorchDispatchMode",
         "torch.utils._pytree": "tree_leaves",
@@ -50,6 +51,10 @@ PRIVATE: dict[str, dict[str, str]] = {
     "attention in steps": {
         "torch.ops": "aten._scaled_dot_product_flash_attention aten._scaled_dot_product_flash_attention_backward "
         "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    },
+    "pipeline": {
+        "torch.distributed.pipelining": "PipelineStage._create_grad_recv_info PipelineStage._retrieve_recv_activations "
+        "PipelineStage._retrieve_recv_grads PipelineStage._setup_forward_recv_info",
     },
     "tables of actions": {
         "torch.distributed.pipelining.schedules": "_Action.from_str "
@@ -85,6 +90,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         "experts": hasattr(sizes_of(config), "n_experts"),
         "expert parallel": degrees.ep > 1,
         "attention in steps": splits or (degrees.cp > 1 and config.parallelism.context_parallel_method == "ring"),
+        "pipeline": degrees.pp > 1,
         "tables of actions": splits or bool(config.parallelism.pipeline_parallel_schedule_csv),
         "checkpointing per operation": (checkpointing.mode, checkpointing.selective_ac_option) == ("selective", "op"),
         "compile": config.compile.enable,
