@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -77,6 +78,7 @@ class Meter(TorchDispatchMode):
         named = ((name, groups[name]) for name in order if name in groups)
         self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
         self.bytes = self.peak = self.peak_before_update = 0
+        self.paused = False
         self.sent: dict[tuple[str, str], list[int]] = {}
         """(dimension, kind): number and bytes."""
         self._sizes: dict[int, int] = {}
@@ -88,6 +90,8 @@ class Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again, as what it does to local tensors
         result = function(*args, **(kwargs or {}))
+        if self.paused:
+            return result
         self._keep(result)
         space, _, name = function._schema.name.partition("::")
         if name in _FILLS:
@@ -156,15 +160,34 @@ class _Rehearsal(Meter):
         return super().__torch_dispatch__(function, types, args, kwargs)
 
 
+@dataclass
+class _Pause:
+    """The meter counts nothing inside."""
+
+    meter: Meter
+
+    def __enter__(self) -> None:
+        self.meter.paused = True
+
+    def __exit__(self, *error: object) -> None:
+        self.meter.paused = False
+
+
 @contextmanager
-def _pretences() -> Iterator[None]:
-    """Updates in one piece: in a CPU's chunks a large model's would be a million operations. Balanced experts."""
-    kept, to_host = dict(CHUNK), expert.to_host
+def _pretences(meter: Meter) -> Iterator[None]:
+    """Updates in one piece: in a CPU's chunks a large model's would be a million operations. Balanced experts.
+
+    The first time that DTensor meets an operation, it calls the operation on fake tensors of global shapes to learn the
+    shape of the result. In a run they have no memory; here they are as fake as all others, and are not counted.
+    """
+    kept, to_host, lock = dict(CHUNK), expert.to_host, ShardingPropagator._fake_mode_lock
     CHUNK["cpu"] = sys.maxsize
     expert.to_host = lambda sizes, rows: [[rows // sizes.shape[1]] * sizes.shape[1]] * 2
+    ShardingPropagator._fake_mode_lock = _Pause(meter)  # type: ignore[assignment]
     yield
     CHUNK.update(kept)
     expert.to_host = to_host
+    ShardingPropagator._fake_mode_lock = lock
 
 
 def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
@@ -180,7 +203,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     with fake:
         give_memory(stages, device)
     run = train.assemble(config, device, mesh, stages, None, None)
-    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences():
+    with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences(meter):
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from components.config import ROOT, load_config
 from components.dry_run import Meter, held, rehearse
 from components.start import check
 from models import MODELS
+from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.schedules import number_of_stages
 from tests.harness import observe
 from tests.ranks import PRELOADED
@@ -109,16 +109,14 @@ def launch_line(recipe: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """Bytes held at the highest point, number of messages of each kind in a step, seconds of the processor."""
+    """Bytes held at the highest point, and number of messages of each kind in a step."""
 
     peak: float
     sent: dict[tuple[str, str], float]
-    seconds: float
 
 
 def dry_run(words: tuple[str, ...], rank: int, ranks: int, layers: int) -> DryRun:
     """Of one rank, with so many layers."""
-    began = time.process_time()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
     config = load_config([*words, "--comm.mode", "fake_backend"])
     flavors = MODELS[config.model.name][1]
@@ -126,7 +124,7 @@ def dry_run(words: tuple[str, ...], rank: int, ranks: int, layers: int) -> DryRu
     run, meter = rehearse(config)
     dist.destroy_process_group()
     peak = held(run, meter)["in all, at the highest point"]
-    return DryRun(peak, {kind: number for kind, (number, _) in meter.sent.items()}, time.process_time() - began)
+    return DryRun(peak, {kind: number for kind, (number, _) in meter.sent.items()})
 
 
 def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
@@ -152,7 +150,44 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
         return low + (high - low) * steps
 
     sent = {kind: extend(less.sent[kind], number) for kind, number in more.sent.items()}
-    return DryRun(extend(less.peak, more.peak), sent, extend(less.seconds, more.seconds))
+    return DryRun(extend(less.peak, more.peak), sent)
+
+
+def in_short(words: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """The words of a step with as few batches as hold most: two of accumulation, two micro-batches for each stage."""
+    config = load_config([*words])
+    parallelism, local = config.parallelism, config.training.local_batch_size
+    if parallelism.pipeline_parallel_degree > 1:
+        stages = number_of_stages(parallelism, MODELS[config.model.name][1][config.model.flavor].n_layers)
+        local = min(local, 2 * stages * parallelism.pipeline_parallel_microbatch_size)
+    degrees = resolve_degrees(config, ranks)
+    batches = min(2, global_batch_size(config, degrees) // (config.training.local_batch_size * degrees.batch_ranks))
+    sizes = {"local_batch_size": local, "global_batch_size": batches * local * degrees.batch_ranks}
+    return (*words, *(word for key, value in sizes.items() for word in (f"--training.{key}", str(value))))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_few_micro_batches_tell_what_all_would_take(schedule: str, pool: ProcessPoolExecutor) -> None:
+    """A stage does not hold a buffer for each message of a step (pytorch issue 136380)."""
+    words = ("--job.config_file", str(RECIPE), *SMALL, "--parallelism.pipeline_parallel_degree", "2")
+    words += (*("--parallelism.pipeline_parallel_schedule", schedule), *("--training.seq_len", "512"))
+    words += (*("--training.local_batch_size", "32"), *("--training.global_batch_size", "64"))
+    found = [pool.submit(dry_run, each, 1, 2, 8).result() for each in (words, in_short(words, 2))]
+    tokens = 8 * 512 * 32  # of whole batches: tokens, labels, positions
+    assert found[1].peak <= found[0].peak <= found[1].peak + 4 * tokens
+
+
+def twice(words: tuple[str, ...]) -> list[DryRun]:
+    return [dry_run(words, 0, 16, 4) for _ in range(2)]
+
+
+def test_what_a_first_dry_run_has_to_learn_is_not_counted(pool: ProcessPoolExecutor) -> None:
+    """DTensor learns the global shapes of sums of gradients from fake tensors, once in a process."""
+    words = ("--job.config_file", str(ROOT / "recipes" / "llama70b_tp4_pp8_dp4.toml"), "--training.seq_len", "256")
+    words += ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")
+    words += ("--training.local_batch_size", "2", "--training.global_batch_size", "8")
+    first, second = pool.submit(twice, words).result()
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -180,17 +215,16 @@ def dry_runs(pool: ProcessPoolExecutor) -> dict[Path, list[Future]]:
         config, settings = check([*words, "--comm.mode", "fake_backend"], environment)
         ranks = settings.world_size
         shown = {0, ranks - 1} if config.parallelism.pipeline_parallel_degree > 1 else {0}
-        found[recipe] = [pool.submit(at_full_depth, words, rank, ranks) for rank in shown]
+        found[recipe] = [pool.submit(at_full_depth, in_short(words, ranks), rank, ranks) for rank in shown]
     return found
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_starts_at_its_full_scale(recipe: Path, dry_runs: dict[Path, list[Future]]) -> None:
-    """Each in time, and under the memory of the GPUs that its head names."""
+    """Each under the memory of the GPUs that its head names."""
     memory = re.search(r"GPUs? of (\d+) GB", recipe.read_text())
     for found in (future.result() for future in dry_runs[recipe]):
-        assert found.seconds < 90  # less than 60 alone; beside other work a second of the processor does less
-        assert found.peak < 0.92 * int(memory[1] if memory else 16) * 1e9
+        assert 0.01 * 2**30 < found.peak < 0.92 * int(memory[1] if memory else 16) * 1e9
 
 
 def test_a_dry_run_needs_nothing_that_the_recipe_names_and_writes_nothing(tmp_path: Path) -> None:
