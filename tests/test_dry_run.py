@@ -183,9 +183,11 @@ def twice(words: tuple[str, ...]) -> list[DryRun]:
 
 def test_what_a_first_dry_run_has_to_learn_is_not_counted(pool: ProcessPoolExecutor) -> None:
     """DTensor learns the global shapes of sums of gradients from fake tensors, once in a process."""
-    words = ("--job.config_file", str(ROOT / "recipes" / "llama70b_tp4_pp8_dp4.toml"), "--training.seq_len", "256")
-    words += ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2")
-    words += ("--training.local_batch_size", "2", "--training.global_batch_size", "8")
+    words = (
+        *("--job.config_file", str(ROOT / "recipes" / "llama70b_tp4_pp8_dp4.toml"), "--training.seq_len", "256"),
+        *("--parallelism.pipeline_parallel_degree", "2", "--parallelism.tensor_parallel_degree", "2"),
+        *("--training.local_batch_size", "2", "--training.global_batch_size", "8"),
+    )
     first, second = pool.submit(twice, words).result()
     assert first == second
 
