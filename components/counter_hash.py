@@ -1,9 +1,8 @@
-"""Random bits of an element: a pure function of words (as seed and name) and of its index in the full tensor.
+"""Random bits of an element: a pure function (models/random_bits.py) of its index in the full tensor.
 
 Each rank evaluates the function on its own slice. So every layout has the same bits, on devices of one kind.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -12,17 +11,10 @@ from torch import Tensor
 
 from parallelize.sharding import own_slice
 
-_MULTIPLIERS = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # splitmix64's two, as signed 64-bit integers
 CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits the cache of each thread's core; fills a GPU
 
 Indices = Callable[[], Tensor]
 """Makes int64 indices of elements in the full tensor, (rows, columns)."""
-
-
-def key_of(*words: object) -> int:
-    """A signed 64-bit key."""
-    text = "/".join(map(str, words))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), signed=True)
 
 
 def chunks(
@@ -51,16 +43,3 @@ def chunks(
     for row in range(0, len(starts), step):
         rows = slice(row, min(row + step, len(starts)))
         yield rows, partial(torch.add, starts[rows, None], within)
-
-
-def mixed(indices: Tensor, key: int | Tensor) -> Tensor:
-    """int64 whose upper 32 bits are random, for int64 indices, which are overwritten."""
-    bits = indices.add_(key)
-    for shift, multiplier in zip((30, 27), _MULTIPLIERS, strict=True):
-        bits.bitwise_xor_(shifted(bits, shift)).mul_(multiplier)
-    return bits
-
-
-def shifted(bits: Tensor, by: int) -> Tensor:
-    """Shifted right, zeros coming in: >> alone keeps the sign."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)

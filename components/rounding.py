@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from components.counter_hash import Indices, mixed, shifted
+from components.counter_hash import Indices
+from models.random_bits import mixed, shifted
 from parallelize.sharding import block_of, local_part
 
 _LEVELS = {torch.int8: 127, torch.uint8: 255}

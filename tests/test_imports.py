@@ -19,11 +19,14 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "parallelize.rules": ("components.config", "models", "parallelize"),
     "components.launch": ("components.config", *LAYOUT),
     "components.counter_hash": ("parallelize.sharding",),
-    "components.rounding": ("components.counter_hash", "parallelize.sharding"),
+    "components.rounding": ("components.counter_hash", "models.random_bits", "parallelize.sharding"),
     "components.visits": ("components.rounding", "parallelize.sharding"),
-    "components.rounded_adam": ("components.counter_hash", "components.rounding", "components.visits"),
+    "components.rounded_adam": (
+        *("components.counter_hash", "components.rounding", "components.visits", "models.random_bits"),
+    ),
     "components.muon": (
-        *("components.counter_hash", "components.rounding", "components.visits", "parallelize.sharding"),
+        *("components.counter_hash", "components.rounding", "components.visits"),
+        *("models.random_bits", "parallelize.sharding"),
     ),
     "components.optimizer": (
         *("components.config", "components.muon", "components.rounded_adam", "components.visits"),
@@ -32,7 +35,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
     "components.state": (
         *("components.config", "components.counter_hash", "components.files", "components.data", "components.launch"),
-        *("models.hugging_face", "models.nf4", "models.parameters", *LAYOUT),
+        *("models.hugging_face", "models.nf4", "models.parameters", "models.random_bits", *LAYOUT),
     ),
     "components.state.adapters": ("components", "models", *LAYOUT),
     "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),

@@ -6,9 +6,9 @@ from torch import nn
 
 from components import counter_hash
 from components.config import Model
-from components.counter_hash import key_of
 from components.state.init import _normal, initialize_weights
 from models import meta_model
+from models.random_bits import key_of
 
 
 def fill(module: nn.Module, seed: int = 0) -> nn.Module:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 import train
 from components import optimizer as optimizers
 from components.config import load_config
-from components.counter_hash import chunks, key_of
+from components.counter_hash import chunks
 from components.muon import Muon
 from components.optimizer import Adam, AdamW, state_bytes, update
 from components.rounded_adam import RoundedAdam
 from components.rounding import Kept, RandomBits, new_moment, to_bfloat16
 from components.state import init
+from models.random_bits import key_of
 from parallelize.sharding import local_part
 from tests.figures import figures
 from tests.harness import observe, whole_tensors, whole_weights

@@ -12,13 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import Checkpoint, ConfigError
-from components.counter_hash import chunks, key_of, mixed
+from components.counter_hash import chunks
 from components.state.checkpoint import Checkpointer
 from components.state.folder import peek
 from components.state.init import initialize_weights
 from components.state.packed import numbers_of
 from components.state.tensors import load_tensors
 from models.parameters import is_adapter
+from models.random_bits import key_of, mixed
 from parallelize.sharding import is_copy, local_part
 
 
