@@ -162,6 +162,22 @@ def test_the_last_line_of_a_lost_rank_is_quoted_however_late_it_is_logged(begin:
     assert "  waited for a neighbour\n" in err
 
 
+def test_a_rank_that_has_ended_while_others_start_keeps_its_exit_code(begin: Start) -> None:
+    code, _, err = begin("", start=LATE_CODES + START, NGPU="3").end()
+    assert (code, err) == (0, "")
+
+
+LATE_CODES = """
+import threading, time
+from multiprocessing import forkserver
+
+def read(pipe):
+    time.sleep(1 if "_wait" in threading.current_thread().name else 0.3)
+    return at_once(pipe)
+
+at_once, forkserver.read_signed = forkserver.read_signed, read
+"""
+
 LATE_LOGS = """
 import time
 from components.launch import process

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -24,6 +24,10 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """Signals that fork_server.py blocks, and ranks do not."""
 _FORKS = multiprocessing.get_context("forkserver")
+_EXIT_CODES = threading.Lock()
+"""Process.start and join both read exit codes of ended processes, from a pipe that has each code once: of two threads
+in it, one would take the other's process for one of a dead server.
+"""
 _SERVER_DIED = 255
 """multiprocessing's exit code of a process whose server has died: nobody knows its own, and it may still run."""
 
@@ -79,7 +83,8 @@ class RankProcess:
         self.process = _FORKS.Process(
             target=_be_rank, args=(main, argv, environment | more, pipe, *(output for _, output in pipes))
         )
-        self.process.start()
+        with _EXIT_CODES:
+            self.process.start()
         file = log.open("ab", buffering=0)
         self._outputs = [
             threading.Thread(target=_copy, args=(stream, file, console, prefix), daemon=True)
@@ -97,8 +102,10 @@ class RankProcess:
 
     def _wait(self) -> None:
         """Runs in a thread for each rank, so that the first rank to end is known."""
-        self.process.join()
+        connection.wait([self.process.sentinel])
         self.end_time = time.monotonic()
+        with _EXIT_CODES:
+            self.process.join()
         if self.process.exitcode == _SERVER_DIED:
             self.kill()
             self.killed, self.code = False, -signal.SIGKILL
