@@ -45,7 +45,10 @@ def read(path: Path) -> list[Row]:
 
 
 def write(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> None:
-    """The page and the picture."""
+    """The page and the picture. axes: the settings of a row that are not in it, such as a model family's, are added."""
+    axes = {
+        axis: tuple(dict.fromkeys((*values, *(row["layout"][axis] for row in rows)))) for axis, values in axes.items()
+    }
     PAGE.write_text(page(rows, axes, bars), encoding="utf-8")
     draw(rows, axes, bars["gradient"])
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import composition, matrix
 from tests.figures import BARS
-from tests.layouts import AXES, layout
+from tests.layouts import AXES, FAMILIES, layout
 
 
 def row(verdict: str, gradient: float = 0.0, **settings: str) -> dict[str, Any]:
@@ -32,13 +32,14 @@ ROWS = [
     row("proven", 5e-7, tp="2", cp="2"),
     row("refused", cp="2", document_mask="true"),
     row("error", cp="4"),
+    row("proven", 4e-7, model=FAMILIES[0], cp="2"),
 ]
 
 
 def test_the_page_counts_what_was_measured() -> None:
     text = composition.page(ROWS, AXES, BARS)
-    assert re.search(r"Revision \w{7}\. 4 layouts of up to 4 ranks", text)
-    assert "2 proven, 1 refused, 1 neither." in text
+    assert re.search(r"Revision \w{7}\. 5 layouts of up to 4 ranks", text)
+    assert "3 proven, 1 refused, 1 neither." in text
     assert "| gradient | 5.0e-07 | 1.0e-05 |" in text
     assert "| tokens | equal | equal |" in text
     assert "| `parallelism.pipeline_parallel_degree` | 1 |" in text
@@ -56,9 +57,13 @@ def test_results_of_other_code_and_torn_lines_do_not_count(tmp_path: Path) -> No
     assert composition.read(tmp_path / "nothing") == []
 
 
-def test_the_picture_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_and_the_picture_have_settings_that_are_in_no_axis(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composition, "PAGE", tmp_path / "composition.md")
     monkeypatch.setattr(composition, "PICTURE", tmp_path / "composition.png")
-    composition.draw(ROWS, AXES, BARS["gradient"])
+    composition.write(ROWS, AXES, BARS)
+    assert f", {FAMILIES[0]} |" in composition.PAGE.read_text()
     assert composition.PICTURE.read_bytes().startswith(b"\x89PNG")
 
 
