@@ -167,8 +167,8 @@ def local_order(run: Run, consumed_sequences: int) -> Order:
 
 def local_batches(run: Run) -> Iterator[Batch]:
     """A batch for each accumulation step from run.sequences on, without end."""
-    training = run.config.training
-    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader)
+    training, dropout = run.config.training, run.config.model.lora.dropout > 0
+    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader, dropout)
 
 
 def valid_tokens(run: Run) -> int:

@@ -206,6 +206,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences(meter):
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
+        names += ["dropout_keys"] if config.model.lora.dropout else []
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
         train.train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
     return run, meter

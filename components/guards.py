@@ -191,7 +191,7 @@ def write_evidence(judgement: Judgement, order: Order, stages: Sequence[nn.Modul
         batches = list(islice(build_loader(order, document_mask=True), count))
         tensors = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         save_file(tensors, folder / f"rank_{rank}.safetensors")
-        numbers = [number for batch in islice(order, count) for number in batch.tolist()]
+        numbers = [n for positions in islice(order, count) for n in order.sequences.at(positions, order.seed).tolist()]
         write_json(folder / f"rank_{rank}.json", {"sequences": numbers, **_numbers(judgement, stages)})
     except OSError as error:  # how the run ended is said by its exit code in any case
         print(f"rank {rank}: {folder} could not be written: {error}", file=sys.stderr)

@@ -4,6 +4,7 @@ An adapted matrix keeps its name, layers.0.attention.wq.weight, and has layers.0
 """
 
 import difflib
+import types
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from models.lora_experts import MATRICES, adapt_experts, merged_experts
 from models.moe import Experts, Router
 from models.nf4 import is_packed, linear, packed_shape, unpack
 from models.parameters import is_adapter, set_trained
+from models.random_bits import key_of, mixed
+from models.visible import Visible
 
 
 class Adapters(Protocol):
@@ -27,6 +30,8 @@ class Adapters(Protocol):
     def target_modules(self) -> Literal["all-linear"] | list[str]: ...
     @property
     def use_rslora(self) -> bool: ...
+    @property
+    def dropout(self) -> float: ...
 
 
 class FrozenLinear(nn.Linear):
@@ -42,16 +47,31 @@ class FrozenLinear(nn.Linear):
 
 
 class AdaptedLinear(FrozenLinear):
-    """y = W x + scale B A x, with A (r, in) and B (out, r)."""
+    """y = W x + scale B A drop(x), with A (r, in) and B (out, r).
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float) -> None:
+    What is dropped is a pure function of the token's key, the column and the module's name: equal at every layout, and
+    when checkpointing computes a layer again.
+    """
+
+    def __init__(self, linear: nn.Linear, rank: int, scale: float, dropout: float = 0.0, name: str = "") -> None:
         super().__init__(linear)
         self.lora_A = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        self.scale = scale
+        self.scale, self.dropout, self.key = scale, dropout, key_of("dropout", name)
+        self.dropout_keys_BS: Tensor | None = None
+        """Of the tokens of this forward; None: nothing is dropped."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + low_rank(x, self.lora_A, self.lora_B, self.scale)
+        return super().forward(x) + self.added(x, self.lora_A, self.lora_B)
+
+    def added(self, x_BSK: Tensor, lora_A: Tensor, lora_B: Tensor, first: int = 0) -> Tensor:
+        """What the adapter adds to the rows of W that B has; first: the column that x begins with, if x is a part."""
+        if self.dropout_keys_BS is None:
+            return low_rank(x_BSK, lora_A, lora_B, self.scale)
+        columns = torch.arange(first, first + x_BSK.shape[-1], device=x_BSK.device)
+        bits = mixed(self.dropout_keys_BS[..., None] + columns, self.key)
+        dropped = bits < round((self.dropout - 0.5) * 2**64)  # of all int64, this fraction
+        return low_rank(x_BSK.masked_fill(dropped, 0), lora_A, lora_B, self.scale / (1 - self.dropout))
 
 
 def low_rank(x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
@@ -59,11 +79,19 @@ def low_rank(x: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float) -> Tensor:
     return F.linear(F.linear(x, lora_A) * scale, lora_B)
 
 
+def _forward_with_keys(block: nn.Module, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+    """A layer's forward that first gives its adapters the keys of the tokens."""
+    for module in block.modules():
+        if isinstance(module, AdaptedLinear):
+            module.dropout_keys_BS = visible.dropout_keys_BS
+    return type(block).forward(block, x_BSD, cos, sin, visible)
+
+
 def add_adapters(model: Any, config: Adapters) -> None:
     """Give the targets adapters; from then on nothing else of the model is trained.
 
     all-linear is every matrix of the layers, and not the head, as in PEFT. Raises ValueError for a name that is not one
-    of theirs, here or in Hugging Face's files.
+    of theirs, here or in Hugging Face's files; and for dropout beside experts, which PEFT has not.
     """
     matrices: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -77,15 +105,21 @@ def add_adapters(model: Any, config: Adapters) -> None:
     if unknown := [] if asked == "all-linear" else [each for each in asked if each not in known]:
         near = difflib.get_close_matches(unknown[0], sorted(known), 1, 0.0)
         raise ValueError(f"{unknown[0]} is no matrix of the layers; did you mean {near[0]}? {', '.join(sorted(known))}")
+    with_experts = any(isinstance(module, Experts) for module in matrices.values())
     scale = config.alpha / (config.rank**0.5 if config.use_rslora else config.rank)
     for name, module in matrices.items():
         if asked != "all-linear" and not names[name].intersection(asked):
             continue
+        if config.dropout and with_experts and ".attention." not in name:
+            raise ValueError(f"a model with experts has dropout in attention alone, as in PEFT, and not in {name}")
         if isinstance(module, Experts):
             adapt_experts(module, _last(name), config.rank, scale)
         elif isinstance(module, nn.Linear):
             parent, _, own = name.removesuffix(".weight").rpartition(".")
-            setattr(model.get_submodule(parent), own, AdaptedLinear(module, config.rank, scale))
+            setattr(model.get_submodule(parent), own, AdaptedLinear(module, config.rank, scale, config.dropout, name))
+    for block in model.layers.values() if config.dropout else ():
+        # Not a hook, which checkpointing would not call again; and a copy of the model gets a method of its own.
+        block.forward = types.MethodType(_forward_with_keys, block)
     model.adapted = True
     set_trained(model)
 

@@ -88,16 +88,20 @@ class Transformer(nn.Module):
         labels: Tensor | None = None,
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
 
         positions (B, S) count from 0 by default. With document_ids (B, S) a token sees only its own document; without,
-        every token before it in the sequence.
+        every token before it in the sequence. dropout_keys (B, S): of each token, int64; without, nothing is dropped.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         windowed = {number: self.config.has_window(int(number)) for number in self.layers}
-        given = {kind: self._given(positions, document_ids, kind) for kind in sorted({*windowed.values()})}
+        given = {}
+        for kind in sorted({*windowed.values()}):
+            cos, sin, visible = self._given(positions, document_ids, kind)
+            given[kind] = cos, sin, replace(visible, dropout_keys_BS=dropout_keys)
         embeds = self.tok_embeddings is not None and not self.copies_embedding
         x_BSD = self.embed(tokens) if embeds else tokens
         for number, block in self.layers.items():

@@ -29,6 +29,8 @@ class Visible:
     """Queries at the end that are padding, if logits are observed: they see what they would, and do not count."""
     padding_BS: Tensor | None = None
     """Which tokens of this rank are padding; None if none is."""
+    dropout_keys_BS: Tensor | None = None
+    """A random int64 key of each token of this rank, where adapters drop numbers; None outside of training."""
     sinks: bool = False
     """Each head has a sink beside its keys (models/steps.py)."""
     made: Any = None

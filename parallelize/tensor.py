@@ -21,12 +21,13 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
 from models.layers import Head
-from models.lora import AdaptedLinear, FrozenLinear, low_rank
+from models.lora import AdaptedLinear, FrozenLinear
 from models.loss import cross_entropy, linear_cross_entropy
 from models.moe import Experts, Router
 from models.nf4 import linear
 from models.parameters import covers, is_adapter, set_trained
 from parallelize.mesh import Mesh
+from parallelize.sharding import own_slice
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]) -> None:
@@ -99,7 +100,7 @@ class KeyValueHeads(ColwiseParallel):
             x = partial_sum(x_BSD)
             heads_BSC = linear(x, rows["weight"], rows.get("bias"))
             if isinstance(module, AdaptedLinear):
-                heads_BSC = heads_BSC + low_rank(x, whole["lora_A"], rows["lora_B"], module.scale)
+                heads_BSC = heads_BSC + module.added(x, whole["lora_A"], rows["lora_B"])
             return heads_BSC
 
         module.forward = forward
@@ -151,11 +152,11 @@ class RowsOfOwnHeads(ParallelStyle):
         return module
 
 
-def _with_adapter(module: nn.Module, x: Tensor, out: Tensor) -> Tensor:
-    """A rank's own part of W x, and what the adapter adds to it, if there is one."""
+def _with_adapter(module: nn.Module, x: Tensor, out: Tensor, first: int = 0) -> Tensor:
+    """A rank's own part of W x, and what the adapter adds to it, if there is one; first: of the columns that x has."""
     if not isinstance(module, AdaptedLinear):
         return out
-    return out + low_rank(x, _own(module.lora_A), _own(module.lora_B), module.scale)
+    return out + module.added(x, _own(module.lora_A), _own(module.lora_B), first)
 
 
 def _taken(module: FrozenLinear) -> dict[str, nn.Parameter]:
@@ -183,11 +184,12 @@ def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: D
         module.register_parameter(name, nn.Parameter(part))
     if "forward" in vars(module):
         return  # of its style, which knows both
+    first = own_slice(module.get_parameter("lora_A"))[1][1] if adapter else 0
     given = [Partial() if split == Shard(1) else Shard(-1)]
 
     def forward(x_BSD: DTensor) -> DTensor:
         x = _own(x_BSD)
-        product = _with_adapter(module, x, linear(x, _own(module.weight)))
+        product = _with_adapter(module, x, linear(x, _own(module.weight)), first)
         whole = DTensor.from_local(product, mesh, given, run_check=False)
         return whole if module.bias is None else whole.add(module.bias)  # type: ignore[return-value]
 

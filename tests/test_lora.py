@@ -89,11 +89,16 @@ REFUSED = {
     "tok_embeddings is no matrix of the layers": ("--lora.rank", "4", "--lora.target_modules", '["tok_embeddings"]'),
     "attention_norm is no matrix of the layers": ("--lora.rank", "4", "--lora.target_modules", '["attention_norm"]'),
     "needs lora.rank of 1 or more": ("--lora.alpha", "32"),
+    "model.lora.dropout = 0.1: needs lora.rank": ("--lora.dropout", "0.1"),
     "float8 would train matrices": ("--lora.rank", "4", "--model.converters", '["quantize.linear.float8"]'),
     "biases of routers, which are frozen": (
         *("--lora.rank", "4", "--model.name", "qwen3_moe", "--experts.bias_update_speed", "0.1"),
     ),
-    "nothing: adapters have neither dropout": ("--lora.lora_dropout", "0.1"),
+    "nothing: adapters have no norms": ("--lora.use_dora", "true"),
+    "a model with experts has dropout in attention alone": (
+        *("--lora.rank", "4", "--lora.lora_dropout", "0.1", "--model.name", "qwen3_moe"),
+    ),
+    "expected a number": ("--lora.rank", "4", "--lora.dropout", "1"),
     "expected an integer of 0 or more": ("--lora.r", "-1"),
 }
 

@@ -131,7 +131,7 @@ def test_a_packed_document_is_as_if_it_were_alone() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_no_model_draws_random_numbers(name: str) -> None:
-    """Pitfall: dropout masks that agree, or differ, on the wrong ranks. No model has any."""
+    """Ranks that draw could agree, or differ, where they should not."""
     model_class, flavors = MODELS[name]
     model, before = model_class(flavors["debug"]).train(), torch.get_rng_state()
     model(torch.arange(8).view(1, 8), labels=torch.arange(8).view(1, 8)).backward()

@@ -197,7 +197,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
             yield f"{float8}.recipe_name", reason
         if config.quantize.linear.float8.emulate:
             yield f"{float8}.emulate", reason
-    for key in ("alpha", "target_modules", "use_rslora", "base", "initial_load_path"):
+    for key in ("alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path"):
         if f"model.lora.{key}" in config.origins and "model.lora.rank" not in config.origins:
             yield f"model.lora.{key}", "needs lora.rank of 1 or more; 0 says that there are no adapters"
     if config.model.lora.rank and config.model.converters:

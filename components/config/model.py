@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from components.config.bounds import Name, NonNegative, PathName, PositiveFloat
+from components.config.bounds import Beta, Name, NonNegative, PathName, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class Lora:
     """Matrices of the layers that have adapters, by their names here (wq) or in Hugging Face's files (q_proj)."""
     use_rslora: bool = False
     """alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+    dropout: Beta = 0.0
+    """Probability with which an adapter takes a number of its input for 0 in training."""
     base: Literal["", "float32", "bfloat16", "nf4"] = ""
     """Precision of frozen weights; nf4 (arXiv:2305.14314) of matrices, beside bfloat16. Empty: training.dtype."""
     initial_load_path: PathName | None = None

@@ -12,7 +12,7 @@ class Unavailable(NamedTuple):
     """If one of these keys is off, any value passes: files list tables that are off."""
 
 
-_LORA = ("rank", "alpha", "target_modules", "use_rslora", "base", "initial_load_path")
+_LORA = ("rank", "alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path")
 
 # Old name -> (key here, function of the value). A double negative gets a positive twin.
 RENAMED: dict[str, tuple[str, str]] = {
@@ -23,6 +23,7 @@ RENAMED: dict[str, tuple[str, str]] = {
     **{f"lora.{name}": (f"model.lora.{name}", "same") for name in _LORA},
     **{f"lora.{name}": ("model.lora.rank", "same") for name in ("r", "lora_r")},
     "lora.lora_alpha": ("model.lora.alpha", "same"),
+    "lora.lora_dropout": ("model.lora.dropout", "same"),
 }
 
 # Values that torchtitan spells differently.
@@ -152,7 +153,8 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("lora_target_modules", "lora_target_linear"), 'lora.target_modules: "all-linear", or a list'),
     **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "bnb_config_kwargs"), 'lora.base = "nf4"'),
     "adapter": 'lora.rank, and for qlora lora.base = "nf4"',
-    **dict.fromkeys(("lora_dropout", "use_dora", "peft_use_dora"), "nothing: adapters have neither dropout nor norms"),
+    "lora_dropout": "lora.dropout",
+    **dict.fromkeys(("use_dora", "peft_use_dora"), "nothing: adapters have no norms"),
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
     "sequence_tensor_parallel": "parallelism.sequence_parallel",

@@ -17,32 +17,16 @@ from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from components.config import ConfigError, DataLoader
+from components.data.order import token_keys
 from components.data.packed import PackedSequences
 
 IGNORED = -100
 """A label without loss: padding."""
 
 
-class _Batches(Dataset):
-    """The batch of a list of sequence numbers, as build_loader describes it."""
-
-    def __init__(self, sequences: PackedSequences, document_mask: bool) -> None:
-        self.sequences, self.document_mask = sequences, document_mask
-
-    def __getitem__(self, indices: np.ndarray) -> dict[str, Tensor]:
-        tokens, document_ids = self.sequences.get(indices)
-        positions = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
-        if self.document_mask:
-            begins = np.diff(document_ids, axis=1, prepend=0) > 0
-            starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
-            batch |= {"positions": positions - starts, "document_ids": document_ids}
-        return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
-
-
 @dataclass(eq=False)
 class Order(Sampler):
-    """Sequence numbers of each local batch of one rank, from a position of the global order on, without end.
+    """Positions in the global order of each local batch of one rank, from one of them on, without end.
 
     A rank takes a contiguous share of each global batch, one local batch after another. The position in the order is
     the only state, so the numbers of workers and of ranks may change at any step.
@@ -62,9 +46,35 @@ class Order(Sampler):
         while True:
             start = step_start + self.batch_rank * share
             for first in range(start, start + share, self.local_batch_size):
-                positions = np.arange(first, first + self.local_batch_size)
-                yield self.sequences.at(positions, self.seed)
+                yield np.arange(first, first + self.local_batch_size)
             step_start += self.global_batch_size
+
+
+@dataclass
+class _Batches(Dataset):
+    """The batch of a list of positions in the global order, as build_loader describes it."""
+
+    order: Order
+    document_mask: bool
+    dropout: bool
+
+    def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
+        sequences, seed = self.order.sequences, self.order.seed
+        batch = _batch(sequences, sequences.at(positions, seed), self.document_mask)
+        if self.dropout:
+            batch["dropout_keys"] = torch.from_numpy(token_keys(positions, sequences.seq_len, seed))
+        return batch
+
+
+def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
+    tokens, document_ids = sequences.get(numbers)
+    positions = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+    if document_mask:
+        begins = np.diff(document_ids, axis=1, prepend=0) > 0
+        starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
+        batch |= {"positions": positions - starts, "document_ids": document_ids}
+    return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
 def _start_worker(leaving: Any, worker_id: int) -> None:
@@ -85,12 +95,12 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def build_loader(
-    order: Order, document_mask: bool = False, config: DataLoader | None = None
+    order: Order, document_mask: bool = False, config: DataLoader | None = None, dropout: bool = False
 ) -> Iterator[dict[str, Tensor]]:
     """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask a batch also has document_ids, and positions restart at each document. Raises RuntimeError if a
-    worker dies.
+    With document_mask a batch also has document_ids, and positions restart at each document; with dropout it has
+    dropout_keys (token_keys in order.py). Raises RuntimeError if a worker dies.
     """
     config = config or DataLoader()
     context = multiprocessing.get_context("spawn")
@@ -99,7 +109,7 @@ def build_loader(
     # torchdata 0.11 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(
-        _Batches(order.sequences, document_mask),
+        _Batches(order, document_mask, dropout),
         sampler=order,
         batch_size=None,
         num_workers=config.num_workers,
@@ -124,10 +134,9 @@ def validation_batches(
     document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
     """Every sequence once over all ranks, in order. All ranks get equally many batches; padding has ignored labels."""
-    batches = _Batches(sequences, document_mask)
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
-        batch = batches[np.minimum(wanted, count - 1)]
+        batch = _batch(sequences, np.minimum(wanted, count - 1), document_mask)
         batch["labels"][torch.from_numpy(wanted >= count)] = IGNORED
         yield batch

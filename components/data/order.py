@@ -26,6 +26,12 @@ def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndar
     return permuted.astype(np.int64)
 
 
+def token_keys(positions: np.ndarray, seq_len: int, seed: int) -> np.ndarray:
+    """A random int64 of each token (n, seq_len) of the sequences at these positions of the global order."""
+    tokens = np.asarray(positions, dtype=np.uint64)[:, None] * np.uint64(seq_len) + np.arange(seq_len, dtype=np.uint64)
+    return _mix(tokens ^ _mix(np.uint64(seed))).view(np.int64)
+
+
 def data_order(data_key: str, content: str | None, config: JobConfig) -> dict[str, Any]:
     """All that the order of sequences depends on; content: of the files of a stream, whose key does not tell it."""
     order = {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}

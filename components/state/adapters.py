@@ -60,7 +60,7 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         "r": table["rank"],
         "lora_alpha": table["alpha"],
         "use_rslora": table["use_rslora"],
-        "lora_dropout": 0.0,
+        "lora_dropout": table.get("dropout", 0.0),  # older runs have none
         "bias": "none",
         "rank_pattern": {pattern: table["rank"] * factor for pattern, factor in patterns.items()},
         "alpha_pattern": {pattern: _alpha(chosen.lora, factor) for pattern, factor in patterns.items()},
