@@ -48,11 +48,12 @@ AXES: dict[str, tuple[str, ...]] = {
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
     "lora": ("off", "all-linear", "bfloat16", "nf4"),
+    "dropout": ("0", "0.25"),
     "compile": ("false", "true"),
 }
 SIDE_AXES = (
     *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "key_heads"),
-    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "lora", "compile"),
+    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "lora", "dropout", "compile"),
 )
 """Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
 _WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
@@ -167,6 +168,7 @@ class Layout:
             *("--metrics.dynamics_freq", str(STEPS)),
             *BALANCE[self["balance"]],
             *LORA[self["lora"]],
+            *(("--lora.dropout", self["dropout"]) if self["dropout"] != "0" else ()),
         )
 
     def overrides(self) -> tuple[str, ...]:
@@ -241,6 +243,8 @@ def layout(**given: str) -> Layout:
         idle += OF_EXPERTS
     elif (values["lora"] != "off", values["balance"]) == (True, "bias"):
         idle.append("balance")  # refused
+    if values["lora"] == "off" or values["model"] in _WITH_EXPERTS:
+        idle.append("dropout")  # refused
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
     return found if found.shared_by % int(found["ep"]) == 0 else layout(**given | {"ep": "1"})  # refused
 
@@ -326,6 +330,8 @@ def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout
         values[NEEDS[axis]] = draw.choice(AXES[NEEDS[axis]][1:])
     if OF_EXPERTS & fixed.keys():
         values["model"] = draw.choice(_WITH_EXPERTS)
+    if fixed.get("dropout", "0") != "0":
+        values |= {"lora": draw.choice(AXES["lora"][1:]), "model": draw.choice(AXES["model"][:2])}
     if fixed.get("ep", "1") != "1" and {values[axis] for axis in ("dp", "tp", "cp")} == {"1"}:
         values |= draw.choice([{"dp": f"fsdp {fixed['ep']}"}, {"tp": fixed["ep"]}, {"cp": fixed["ep"]}])
     found = layout(**values | fixed)

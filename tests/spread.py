@@ -1,13 +1,38 @@
-"""A spread of the layouts: every pair of settings occurs, in layouts that take little time together."""
+"""A spread of the layouts: every pair of settings occurs, in layouts that take little time together.
+
+python -m tests.spread      writes tests/spread.json, the layouts of the tests, in a minute: each run of them reads it
+"""
 
 import heapq
 import itertools
+import json
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
-from tests.layouts import AXES, MOST_RANKS, Layout, any_layout
+from tests.layouts import AXES, FAMILIES, MOST_RANKS, Layout, any_layout, layout
+
+GIVEN = [
+    *(
+        layout(model=name, **given)
+        for name in FAMILIES
+        for given in (
+            {"dp": "fsdp 2", "tp": "2", "ep": "2", "document_mask": "true"},
+            {"cp": "2", "pp": "2", "schedule": "Interleaved1F1B", "length": "33"},
+        )
+    ),
+    layout(dp="hsdp 2x2", tp="2"),
+    layout(dp="ddp 2", tp="4", method="ring alltoall"),
+    layout(dp="fsdp 2", cp="4", method="ulysses", document_mask="true"),
+    layout(dp="fsdp 2", pp="4", schedule="Interleaved1F1B", pipeline_first="true"),
+    layout(tp="2", cp="2", pp="2", schedule="ZBVZeroBubble", sequence_parallel="false"),
+    layout(dp="fsdp 2", tp="2", pp="2", schedule="DualPipeV", accumulation="3"),
+    layout(dp="fsdp 2", tp="2", cp="2", pp="2", schedule="Interleaved1F1B"),
+]
+"""Layouts of other families and of more than four ranks, which are in every spread of the tests."""
+_FILE = Path(__file__).with_suffix(".json")
 
 _NUMBER = {setting: number for number, setting in enumerate((axis, v) for axis in AXES for v in AXES[axis])}
 
@@ -69,3 +94,21 @@ def spread(
             chosen.remove(each)
             times[own] -= 1
     return chosen
+
+
+def of_the_tests() -> list[Layout]:
+    """The layouts of tests/spread.json and those GIVEN; few ranks first."""
+    found = [layout(**settings) for settings in json.loads(_FILE.read_text(encoding="utf-8"))]
+    return [*sorted(found, key=lambda each: each.ranks), *GIVEN]
+
+
+def main() -> None:
+    """Write tests/spread.json: of each layout the settings that are not the first of their axis."""
+    found = spread(most_ranks=4, given=GIVEN, tries=(60, 600))
+    lines = [json.dumps({axis: value for axis, value in each.cell if value != AXES[axis][0]}) for each in found]
+    _FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    print(f"{len(found)} layouts, of a cost of {sum(each.cost for each in found):,.0f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -6,29 +6,11 @@ from collections import Counter
 
 import pytest
 
-from tests.layouts import FAMILIES, NEEDS, Layout, layout, main_layouts
+from tests.layouts import NEEDS, Layout, layout, main_layouts
 from tests.matrix import Result, measure
-from tests.spread import pairs, spread
+from tests.spread import GIVEN, of_the_tests, pairs
 
-LARGE = [
-    layout(dp="hsdp 2x2", tp="2"),
-    layout(dp="ddp 2", tp="4", method="ring alltoall"),
-    layout(dp="fsdp 2", cp="4", method="ulysses", document_mask="true"),
-    layout(dp="fsdp 2", pp="4", schedule="Interleaved1F1B", pipeline_first="true"),
-    layout(tp="2", cp="2", pp="2", schedule="ZBVZeroBubble", sequence_parallel="false"),
-    layout(dp="fsdp 2", tp="2", pp="2", schedule="DualPipeV", accumulation="3"),
-    layout(dp="fsdp 2", tp="2", cp="2", pp="2", schedule="Interleaved1F1B"),
-]
-OTHER_FAMILIES = [
-    layout(model=name, **given)
-    for name in FAMILIES
-    for given in (
-        {"dp": "fsdp 2", "tp": "2", "ep": "2", "document_mask": "true"},
-        {"cp": "2", "pp": "2", "schedule": "Interleaved1F1B", "length": "33"},
-    )
-]
-GIVEN = [*OTHER_FAMILIES, *LARGE]
-SPREAD: list[Layout] = [*sorted(spread(most_ranks=4, given=GIVEN), key=lambda each: each.ranks), *GIVEN]
+SPREAD = of_the_tests()
 
 
 @functools.cache
@@ -44,13 +26,18 @@ def test_a_layout_is_the_run_of_one_process_or_refused(each: Layout) -> None:
 
 
 def test_the_spread_has_every_pair_of_settings() -> None:
-    """But for those of which one makes no difference, that a rule refuses, or that take more ranks."""
+    """But for those of which one makes no difference, that a rule refuses, or that take more ranks.
+
+    After a change of axes or rules: python -m tests.spread.
+    """
     found = {pair for each in SPREAD for pair in itertools.combinations(each.cell, 2)}
     idle = {("tp", "1"), ("cp", "1"), ("pp", "1"), ("compile", "true")}
     missing = [pair for pair in pairs() if pair not in found and not {*pair} & idle]
     degrees = dict.fromkeys(("dp", "tp", "cp", "pp"), "1")
     for pair in missing:
         needed = {NEEDS[axis]: "2" for axis, _ in pair if axis in NEEDS}
+        if ("dropout", "0.25") in pair:
+            needed["lora"] = "all-linear"
         least = layout(**degrees | needed | dict(pair))
         assert least.ranks > 4 or not {*pair} <= {*least.cell} or least.refusal(), pair
 
