@@ -51,6 +51,10 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
             *("--metrics.dynamics_freq", "1"),
         ),
     ),
+    "adapters that drop, tp 2": (
+        2,
+        (*("--parallelism.tensor_parallel_degree", "2"), *("--lora.rank", "4", "--lora.dropout", "0.25")),
+    ),
     "full checkpointing": (2, ("--activation_checkpoint.mode", "full")),
 }
 

@@ -146,7 +146,7 @@ FILES = {
         ("--model.name", "llama", "--model.flavor", "tiny_wide", "--lora.base", "nf4", *FSDP),
     ),
     "qwen3, q and v": (1, ("--model.name", "qwen3", "--lora.target_modules", '["q_proj", "wv"]')),
-    "qwen2, rslora": (1, ("--model.name", "qwen2", "--lora.use_rslora", "true")),
+    "qwen2, rslora, dropout": (1, ("--model.name", "qwen2", "--lora.use_rslora", "true", "--lora.dropout", "0.25")),
     "qwen3_moe, fsdp 2 x tp 2, ep 2": (4, ("--model.name", "qwen3_moe", *TP, *FSDP, *EP)),
     "deepseek_v3, tp 2, ep 2": (2, ("--model.name", "deepseek_v3", "--model.flavor", "tiny_sigmoid", *TP, *EP)),
     "deepseek_v2, rslora, without attention": (
@@ -181,6 +181,7 @@ def test_peft_and_transformers_have_our_logits(
     assert len(said) == 2 * ('["w1", "w2", "w3"]' in words)
     found = theirs(TOKENS).logits
     assert (found - ours).norm() <= 1e-5 * ours.norm()
+    assert theirs.peft_config["default"].lora_dropout == (0.25 if "--lora.dropout" in words else 0)
     with theirs.disable_adapter():
         assert (theirs(TOKENS).logits - ours).norm() > 1e-3 * ours.norm()
     whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
