@@ -125,8 +125,8 @@ def test_run_train_makes_an_environment_once_and_takes_no_half_made_one(
     assert first.stderr.count("\n") == 1
     assert first.stderr.startswith(f"making {copy}/.venv")
     (call,) = Path(making["PIP_LOG_FILE"]).read_text().splitlines()
-    assert call.startswith("install torch==2.13.0 torchdata>=0.11 ")
-    assert "torch>=" not in call
+    assert call.startswith("install torch==2.13.0 torchdata==")
+    assert ">=" not in call
     assert "pytest" not in call
 
     second = run(copy / "run_train.sh", cwd=tmp_path, **making)
@@ -163,6 +163,16 @@ def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: py
     assert environment.missing([]) == ["torch>=2.13"]
     installed["torch"] = "2.14.0a0+git123"
     assert environment.missing([]) == []
-    assert environment.missing(["pinned"]) == ["torch==2.13.0"]
+    assert environment.missing(["pinned"])[0] == "torch==2.13.0"
     installed["torch"] = "2.13.0+cpu"
-    assert environment.missing(["pinned"]) == []
+    assert environment.missing(["pinned"])[0].startswith("torchdata==")
+
+
+def test_every_package_is_pinned_to_a_release_that_meets_its_requirement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release of transformers or ruff that comes out tomorrow changes no new clone."""
+    pinned = environment.requirements(["pinned"])[len(environment.requirements([])) :]
+    assert all("==" in line for line in pinned)
+    releases = dict(line.split("==") for line in pinned)
+    monkeypatch.setattr(environment.metadata, "version", releases.__getitem__)
+    assert environment.missing(["test", "pinned"]) == []
+    assert len(releases) == len(environment.requirements(["test"]))

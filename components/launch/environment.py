@@ -66,7 +66,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def install(groups: list[str]) -> int:
-    """Install missing packages in one pip call; those of the group `pinned` at the pinned version."""
+    """Install missing packages in one pip call, at the releases of the group `pinned`."""
     pins = {_parse(line)[0]: line for line in requirements(["pinned"]) if "==" in line}
     # After an interruption a package may lack files although its metadata is there.
     interrupted = _unfinished(Path(sys.prefix)).exists()
