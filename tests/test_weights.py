@@ -40,12 +40,15 @@ LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *P
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Random weights in bfloat16, as transformers saves them, in several files; named after the model."""
+    """Random weights in bfloat16, as transformers saves them, in several files; named after the model.
+
+    transformers makes routers of DeepSeek-V3 in float32, which the published files have in bfloat16.
+    """
     name, flavor = request.param.split()
     path = tmp_path_factory.mktemp("hub") / f"{name} {flavor}"
     config = transformers.AutoConfig.for_model(**meta_model(Model(name=name, flavor=flavor)).hf_config())
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16)
     for module in model.modules():
         if hasattr(module, "e_score_correction_bias"):  # in float32, as in the published files
             module.e_score_correction_bias = torch.linspace(-0.1, 0.1, module.num_experts)
