@@ -46,6 +46,7 @@ from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees, sum_over_token_ranks
 from parallelize.pipeline import Pipeline
+from parallelize.precision import set_product_precision
 from parallelize.rules import check_device, check_layout
 from parallelize.sharding import align_gradients, poison_if_not_finite
 
@@ -105,7 +106,7 @@ class Run:
 
 def build(config: JobConfig, device: torch.device) -> Run:
     """Check the layout, read the data, build the model and its optimizer at step 0."""
-    torch.set_float32_matmul_precision(config.training.float32_matmul_precision)
+    set_product_precision(config.training.float32_matmul_precision, device)
     if config.debug.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
