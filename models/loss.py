@@ -34,12 +34,13 @@ def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tenso
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """A CrossEntropy on one device."""
-    valid = labels != -100
-    index = labels.where(valid, 0)[:, None]
-    log_probabilities = logits.log_softmax(dim=1, dtype=torch.float32)
-    loss = -(log_probabilities.gather(1, index)[:, 0] * valid).sum()
-    gradient = log_probabilities.exp_().scatter_add_(1, index, -torch.ones_like(index, dtype=torch.float32))
-    return loss, gradient.mul_(valid[:, None])
+    valid, index = (labels != -100)[:, None], labels[:, None].clamp(min=0)
+    logits = logits.float()
+    probabilities = logits.softmax(dim=1)
+    # The largest probability is never too small for its logarithm.
+    log_total = logits.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
+    loss = ((log_total - logits.gather(1, index)) * valid).sum()
+    return loss, probabilities.mul_(valid).scatter_add_(1, index, -valid.float())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
