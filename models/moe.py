@@ -205,8 +205,11 @@ class Experts(nn.Module):
 class Exchange(Protocol):
     """Rows go to the ranks that hold their experts, and back: expert parallel."""
 
-    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Rows for all experts -> rows for this rank's, the count of each of these, and what combine has to know."""
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, Tensor, Any]:
+        """Rows for all experts -> rows for this rank's, the count of each of these, and what combine has to know.
+
+        meanwhile is called once, while rows are on their way.
+        """
 
     def combine(self, rows_RD: Tensor, sent: Any) -> Tensor:
         """Back to the ranks and the order that dispatch has taken them from."""
@@ -226,20 +229,25 @@ class Mixture(nn.Module):
 
     def forward(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
         """padding: tokens that no expert sees, True where there is one."""
-        out_BSD = self.routed(x_BSD, padding_BS)
-        return out_BSD if self.shared is None else out_BSD + self.shared(x_BSD)
+        if self.shared is None:
+            return self.routed(x_BSD, padding_BS)
+        if self.exchange is None:
+            return self.routed(x_BSD, padding_BS) + self.shared(x_BSD)
+        shared: list[Tensor] = []
+        out_BSD = self.routed(x_BSD, padding_BS, lambda: shared.append(self.shared(x_BSD)))  # type: ignore[misc]
+        return out_BSD + shared[0]
 
-    def routed(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
-        """The sum over each token's experts."""
+    def routed(self, x_BSD: Tensor, padding_BS: Tensor | None, meanwhile: Callable[[], None] = lambda: None) -> Tensor:
+        """The sum over each token's experts; meanwhile is called while rows are on their way to other ranks."""
         x_TD, (batch, length) = x_BSD.flatten(0, 1), x_BSD.shape[:2]
         sequences_T = torch.arange(batch, device=x_TD.device).repeat_interleave(length)
         if padding_BS is None:
-            return self._of_tokens(x_TD, sequences_T, batch).view_as(x_BSD)
+            return self._of_tokens(x_TD, sequences_T, batch, meanwhile).view_as(x_BSD)
         (tokens,) = (~padding_BS.flatten()).nonzero(as_tuple=True)
-        out_TD = self._of_tokens(x_TD[tokens], sequences_T[tokens], batch)
+        out_TD = self._of_tokens(x_TD[tokens], sequences_T[tokens], batch, meanwhile)
         return torch.zeros_like(x_TD).index_copy(0, tokens, out_TD).view_as(x_BSD)
 
-    def _of_tokens(self, x_TD: Tensor, sequences_T: Tensor, batch: int) -> Tensor:
+    def _of_tokens(self, x_TD: Tensor, sequences_T: Tensor, batch: int, meanwhile: Callable[[], None]) -> Tensor:
         chosen_TC, weights_TC = self.router(x_TD, sequences_T, batch)
         sorted_R, order_R = chosen_TC.flatten().sort(stable=True)
         rows_TC = torch.empty_like(order_R).scatter_(0, order_R, torch.arange(len(order_R), device=order_R.device))
@@ -251,7 +259,7 @@ class Mixture(nn.Module):
         if self.exchange is None:
             out_RD = self.experts(rows_RD, self.counts_E)
         else:
-            rows_RD, counts_E, sent = self.exchange.dispatch(rows_RD, self.counts_E)
+            rows_RD, counts_E, sent = self.exchange.dispatch(rows_RD, self.counts_E, meanwhile)
             out_RD = self.exchange.combine(self.experts(rows_RD, counts_E), sent)
         out_TCD = FromRows.apply(out_RD, order_R, rows_TC)
         return (weights_TC.to(x_TD.dtype)[:, None] @ out_TCD)[:, 0]

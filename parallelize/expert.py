@@ -4,7 +4,7 @@ The same ranks that data, context and tensor parallel use are divided once more,
 parallel ranks each route their own part of a sequence, so that experts are never cut.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -119,13 +119,15 @@ class AllToAll(NamedTuple):
 
     group: ProcessGroup
 
-    def dispatch(self, rows_RD: Tensor, counts_E: Tensor) -> tuple[Tensor, Tensor, Sent]:
+    def dispatch(self, rows_RD: Tensor, counts_E: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, Tensor, Sent]:
         """The host waits for the counts: it has to know the sizes of messages."""
         sent = counts_E.view(self.group.size(), -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
         sizes, received_sizes = to_host(torch.stack((sent.sum(1), received.sum(1))), len(rows_RD))
-        rows_RD = self._exchange(rows_RD, sizes, received_sizes)
+        arriving = self._send(rows_RD, sizes, received_sizes)
+        meanwhile()
+        rows_RD = _arrived(arriving)
         experts = torch.arange(received.shape[1], device=received.device).expand_as(received)
         expert_R = experts.flatten().repeat_interleave(received.flatten(), output_size=len(rows_RD))
         order = expert_R.argsort(stable=True)
@@ -135,13 +137,19 @@ class AllToAll(NamedTuple):
 
     def combine(self, rows_RD: Tensor, sent: Sent) -> Tensor:
         rows_RD = ToRows.apply(rows_RD, sent.inverse, sent.order[:, None])
-        return self._exchange(rows_RD, sent.received_sizes, sent.sizes)
+        return _arrived(self._send(rows_RD, sent.received_sizes, sent.sizes))
 
-    def _exchange(self, rows_RD: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
+    def _send(self, rows_RD: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
+        """What will have arrived."""
         from torch.distributed import _functional_collectives as collectives
 
-        received = collectives.all_to_all_single_autograd(rows_RD, received_sizes, sizes, self.group)
-        return received.wait() if isinstance(received, collectives.AsyncCollectiveTensor) else received
+        return collectives.all_to_all_single_autograd(rows_RD, received_sizes, sizes, self.group)
+
+
+def _arrived(arriving: Tensor) -> Tensor:
+    from torch.distributed import _functional_collectives as collectives
+
+    return arriving.wait() if isinstance(arriving, collectives.AsyncCollectiveTensor) else arriving
 
 
 def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor) -> Tensor | None:
@@ -187,14 +195,16 @@ class MixtureOfParts(ParallelStyle):
         assert isinstance(module, Mixture)
         routed = module.routed
 
-        def of_own_part(x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
+        def of_own_part(
+            x_BSD: Tensor, padding_BS: Tensor | None, meanwhile: Callable[[], None] = lambda: None
+        ) -> Tensor:
             if not isinstance(x_BSD, DTensor):
                 x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.hidden], run_check=False)
             part = x_BSD.redistribute(placements=[Shard(1)])
             if padding_BS is not None:
                 whole = DTensor.from_local(padding_BS, device_mesh, [Replicate()], run_check=False)
                 padding_BS = whole.redistribute(placements=[Shard(1)]).to_local()
-            out = routed(part.to_local(), padding_BS)
+            out = routed(part.to_local(), padding_BS, meanwhile)
             # The length of a sequence need not be a multiple of the ranks.
             shape: Any = {"shape": part.shape, "stride": part.stride()}
             parts = DTensor.from_local(out, device_mesh, [Shard(1)], run_check=False, **shape)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from models import MODELS
@@ -163,6 +164,33 @@ def test_bfloat16_is_as_near_as_without_experts_where_routing_is_replayed(axis: 
         errors[name] = figures(split, one)["gradient"]
     assert errors["qwen3_moe"] < 1.25 * errors["qwen3"]
     assert errors["qwen3"] < 0.02
+
+
+def operations(run: train.Run) -> list[str]:
+    """Of one layer's forward, in their order."""
+    seen: list[str] = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function.__name__.partition(".")[0])
+            return function(*args, **(kwargs or {}))
+
+    with Log(), torch.no_grad():
+        run.stages[0](**train.own_part(run, next(train.local_batches(run))))
+    return seen
+
+
+@pytest.mark.parametrize("layout", [(SHARD, "2", LOCAL, "18"), (TP, "2")], ids=["fsdp 2", "tp 2"])
+def test_shared_experts_are_computed_while_rows_travel(layout: tuple[str, ...]) -> None:
+    run = ("--model.name", "qwen3_moe", "--model.flavor", "many_heads_sigmoid")
+    layout = (*run, *layout, EP, "2")
+    seen = observe(*layout, ranks=2, steps=0, at_end=operations).extra
+    sent = seen.index("all_to_all_single")
+    between = seen[sent : seen.index("grouped_product", sent)]
+    assert between.count("mm") == 3
+    assert "wait_tensor" in between[len(between) - between[::-1].index("mm") :]
+    observed, one = observe(*layout, ranks=2, valid_labels=LABELS), observe(*run, valid_labels=LABELS)
+    assert not broken_bars(observed, one)
 
 
 def test_a_stage_without_a_layer_makes_the_same_groups() -> None:

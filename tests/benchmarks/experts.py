@@ -1,7 +1,8 @@
 """Processor time of a layer of experts, forward and backward, beside others: python -m tests.benchmarks.experts
 
-One thread, best of five. Beside it: a dense feed-forward as wide as a token's experts together, the same experts in a
-loop over stacked matrices, and their three grouped products alone, on rows that are in order already.
+One thread, best of five. Beside it: a dense feed-forward as wide as a token's experts together; the three grouped
+products of the experts alone, and a loop over experts, on rows that are in order already; and torchtitan's layer, if
+`python -m tests.benchmarks.peers.sides` has installed it.
 
     python -m tests.benchmarks.experts --degrees
 
@@ -13,11 +14,15 @@ draws the loads of two runs with metrics.dynamics_freq, from their dump folders:
 """
 
 import argparse
+import functools
+import importlib
 import sys
 import time
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +34,9 @@ from components.state.init import initialize_weights
 from models import MODELS
 from models.layers import FeedForward
 from models.moe import Mixture
+from parallelize.precision import set_product_precision
 from tests.benchmarks.peers.__main__ import SMALL
-from tests.benchmarks.peers.sides import NO_LAYOUT, measure
+from tests.benchmarks.peers.sides import FOLDER, NO_LAYOUT, measure
 
 SIZES = {"D256 F192 E32 C4": (256, 192, 32, 4), "D512 F256 E64 C8": (512, 256, 64, 8)}
 TOKENS = 1024
@@ -49,10 +55,11 @@ def main(argv: list[str]) -> None:
             _compare_degrees(experts)
         return
     torch.set_num_threads(1)
+    set_product_precision("highest", torch.device("cpu"))
     for name, sizes in SIZES.items():
         found = _measured(*sizes)
         for what, milliseconds in found.items():
-            print(f"{name}  {what:24}{milliseconds:8.1f} ms  {milliseconds / found['experts']:6.2f}", flush=True)
+            print(f"{name}  {what:29}{milliseconds:8.1f} ms  {milliseconds / found['experts']:6.2f}", flush=True)
 
 
 def _compare_degrees(experts: int) -> None:
@@ -86,7 +93,31 @@ def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, floa
         "dense, as wide": _milliseconds(lambda: dense(x)),
         "a loop": _milliseconds(lambda: _loop(rows, counts, own.w1, own.w2, own.w3)),
         "grouped products alone": _milliseconds(lambda: own(rows, counts)),
+        **_of_torchtitan(x, width, experts, chosen),
     }
+
+
+def _of_torchtitan(x: Tensor, width: int, experts: int, chosen: int) -> dict[str, float]:
+    """Its layer with its loop over experts, and with its grouped products, which convert to bfloat16."""
+    if not (FOLDER / "torchtitan").exists():
+        return {}
+    sys.path.append(str(FOLDER / "torchtitan"))
+    # A module of Triton kernels, which pad rows for GPUs: nothing here needs them.
+    kernels: Any = types.ModuleType("torchtitan.models.moe.kernels")
+    kernels.generate_permute_indices = None
+    sys.modules[kernels.__name__] = kernels
+    titan: Any = importlib.import_module("torchtitan.models.moe.moe")
+    titan.indices_padding_wrapper = lambda run_experts: run_experts
+    # It counts integers, as a CPU cannot.
+    vars(torch)["histc"] = lambda chosen, bins, min, max: torch.bincount(chosen.flatten(), minlength=bins)
+    shared = {"num_experts": experts, "num_shared_experts": 0, "top_k": chosen, "score_func": "softmax"}
+    found = {}
+    for name, grouped in (("torchtitan, a loop", False), ("torchtitan, grouped, bfloat16", True)):
+        layer = titan.MoE(titan.MoEArgs(**shared, use_grouped_mm=grouped), x.shape[2], width)
+        with torch.no_grad():
+            layer.init_weights(0.02, torch.device("cpu"))
+        found[name] = _milliseconds(functools.partial(layer, x))
+    return found
 
 
 def draw(runs: dict[str, Path]) -> None:
