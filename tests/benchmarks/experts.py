@@ -34,7 +34,7 @@ from components.state.init import initialize_weights
 from models import MODELS
 from models.layers import FeedForward
 from models.moe import Mixture
-from parallelize.precision import set_product_precision
+from parallelize.precision import compute_in, set_product_precision
 from tests.benchmarks.peers.__main__ import SMALL
 from tests.benchmarks.peers.sides import FOLDER, NO_LAYOUT, measure
 
@@ -79,10 +79,11 @@ def _compare_degrees(experts: int) -> None:
 
 def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, float]:
     debug = MODELS["qwen3_moe"][1]["debug"]
-    mixture = Mixture(replace(debug, dim=dim, expert_dim=width, n_experts=experts, top_k=chosen))
-    dense = FeedForward(dim, width * chosen)
-    for module in (mixture, dense):
+    config = replace(debug, dim=dim, expert_dim=width, n_experts=experts, top_k=chosen)
+    mixture, half, dense = Mixture(config), Mixture(config), FeedForward(dim, width * chosen)
+    for module in (mixture, half, dense):
         initialize_weights(module, lambda name: 0.02, seed=0)
+    compute_in(half, torch.bfloat16)
     x = torch.randn(1, TOKENS, dim, requires_grad=True)
     rows = torch.randn(TOKENS * chosen, dim, requires_grad=True)
     mixture(x, None)
@@ -90,6 +91,7 @@ def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, floa
     assert counts is not None
     return {
         "experts": _milliseconds(lambda: mixture(x, None)),
+        "experts, bfloat16": _milliseconds(lambda: half(x.bfloat16(), None)),
         "dense, as wide": _milliseconds(lambda: dense(x)),
         "a loop": _milliseconds(lambda: _loop(rows, counts, own.w1, own.w2, own.w3)),
         "grouped products alone": _milliseconds(lambda: own(rows, counts)),
