@@ -50,8 +50,10 @@ def apply_data_parallel(
     )
     on_cuda = shards.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
-    if reshard == "default" and parallelism.pipeline_parallel_degree > 1:
-        reshard = "never"  # otherwise each micro-batch of the pipeline would gather all weights again
+    # Each micro-batch of a pipeline would gather all weights again, and replicas would convert them again for backward.
+    converts = training.dtype != training.mixed_precision_param and not training.enable_cpu_offload
+    if reshard == "default" and (parallelism.pipeline_parallel_degree > 1 or (shards.size(-1) == 1 and converts)):
+        reshard = "never"
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
     if of_experts is not None:
         routers = {each for module in model.modules() if isinstance(module, Router) for each in module.parameters()}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 import train
 from components.describe import introduce
@@ -49,6 +50,27 @@ def test_layout_is_the_run_of_one_process(layout: str, accumulation: int) -> Non
     ranks, overrides = LAYOUTS[layout]
     observed = observe(*overrides, *local_batch(ranks, accumulation), ranks=ranks, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one_process(valid_labels=UNEVEN_LABELS))
+
+
+def gathered_after_forward(run: train.Run) -> bool:
+    run.stages[0](**train.own_part(run, next(train.local_batches(run))))
+    return not isinstance(run.stages[0].get_submodule("layers.0").get_parameter("attention.wq.weight"), DTensor)
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "more", "kept"),
+    [
+        ("ddp 2", "bfloat16", (), True),
+        ("ddp 2", "bfloat16", (RESHARD, "always"), False),
+        ("ddp 2", "bfloat16", ("--training.enable_cpu_offload", "true"), False),
+        ("ddp 2", "float32", (), False),
+        ("fsdp 2 default", "bfloat16", (), False),
+    ],
+)
+def test_replicas_convert_weights_once_a_step(layout: str, precision: str, more: tuple[str, ...], kept: bool) -> None:
+    ranks, overrides = LAYOUTS[layout]
+    words = (*overrides, *local_batch(ranks, 1), "--training.mixed_precision_param", precision, *more)
+    assert observe(*words, ranks=ranks, steps=0, at_end=gathered_after_forward).extra == kept
 
 
 def test_accumulation_alone() -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from models.llama import Llama
+from parallelize.precision import set_product_precision
 from tests.benchmarks.peers.clock import Clock, job
 from tests.benchmarks.peers.ours import sizes
 
@@ -11,6 +12,7 @@ from tests.benchmarks.peers.ours import sizes
 def main() -> None:
     given = job()
     dtype = getattr(torch, given["dtype"])
+    set_product_precision("highest", torch.device("cpu"))
     clock, model = Clock(given), Llama(sizes(given)).to(dtype)
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     tokens = given["batch"] * given["seq"]
