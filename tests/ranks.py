@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from components.launch.ending import leave
+from parallelize import precision
 from parallelize.groups import init_distributed
 
 PRELOADED = ["pytest", "tests.harness"]
@@ -121,6 +122,8 @@ def _rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= environment
+    # oneDNN makes a kernel for each new shape, which here takes longer than the products.
+    vars(precision)["_products_are_exact"] = lambda: False
     gc.disable()  # as train.train does
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
