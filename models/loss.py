@@ -35,8 +35,7 @@ def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tenso
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """A CrossEntropy on one device."""
     valid, index = (labels != -100)[:, None], labels[:, None].clamp(min=0)
-    logits = logits.float()
-    probabilities = logits.softmax(dim=1)
+    probabilities = logits.softmax(dim=1, dtype=torch.float32)
     # The largest probability is never too small for its logarithm.
     log_total = logits.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
     loss = ((log_total - logits.gather(1, index)) * valid).sum()
