@@ -103,11 +103,11 @@ def draw(results: Results) -> None:
         ours, other = (results[row.name][side] for side in row.sides[:2])
         ratio = best(other, "processor") / best(ours, "processor")
         axes.barh(height, ratio, color="tab:blue" if "bfloat16" in row.name else "tab:gray")
-        axes.text(ratio, height, f" {ratio:.2f}", va="center")
+        axes.text(max(ratio, row.bar), height, f" {ratio:.2f}", va="center")
         axes.plot([row.bar, row.bar], [height - 0.4, height + 0.4], color="black")
     axes.axvline(1, color="tab:red", linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{row.name} ({row.sides[1]})" for row in rows])
-    axes.set_xlabel("processor time of the other side's step over ours; black: what is asked for")
+    axes.set(xlim=(0, 2.4), xlabel="the other side's step over ours; black: asked for")
     figure.savefig(PICTURE, dpi=110)
 
 
