@@ -122,8 +122,7 @@ def _rank(
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= environment
-    # oneDNN makes a kernel for each new shape, which here takes longer than the products.
-    vars(precision)["_products_are_exact"] = lambda: False
+    multiply_by_mkl()
     gc.disable()  # as train.train does
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -139,6 +138,11 @@ def _rank(
     except BaseException as error:
         (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")
     leave(1)
+
+
+def multiply_by_mkl() -> None:
+    """Before a run is built. oneDNN makes a kernel for each new shape: for small models longer than the products."""
+    vars(precision)["_products_are_exact"] = lambda: False
 
 
 def _end_with_parent() -> None:

@@ -106,7 +106,9 @@ def run_rank(argv: list[str]) -> None:
     """One of its ranks. FAULT is run before: it may change the modules that it names."""
     import train
     from components.launch.ending import run_to_exit
+    from tests.ranks import multiply_by_mkl
 
+    multiply_by_mkl()  # the ranks that these runs are compared with do so: the same bits
     exec(os.environ["FAULT"], {"train": train, "rank": int(os.environ["RANK"])})
     run_to_exit(train.main, argv)
 
