@@ -3,6 +3,7 @@
 Shapes are named as in models/moe.py.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,7 +63,28 @@ _ACTIVATIONS = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 @torch.library.custom_op("meshwright::grouped_product", mutates_args=())
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """F.grouped_mm, which refuses float32 tensors without memory: (R, K) x (E, K, N) or (M, R) x (R, N)."""
-    return F.grouped_mm(left, right, offs=ends)
+    return _product_by_windows(left, right, ends.tolist()) if left.is_cpu else F.grouped_mm(left, right, offs=ends)
+
+
+def _product_by_windows(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
+    """On a CPU, where oneDNN makes a kernel for each number of rows: a window on an expert's has a multiple of 16."""
+    of_experts = right.ndim == 3
+    rows = len(left if of_experts else right)
+    out = left.new_empty((rows, right.shape[-1]) if of_experts else (len(ends), left.shape[0], right.shape[1]))
+    padded = left.new_empty(0 if of_experts else rows, left.shape[0])
+    for expert, (first, last) in enumerate(itertools.pairwise([0, *ends])):
+        count = min(-(-(last - first) // 16) * 16, rows)
+        start = min(first, rows - count)
+        window, own = slice(start, start + count), slice(first - start, last - start)
+        if not of_experts:
+            gradient = padded[:count]
+            gradient[: own.start], gradient[own], gradient[own.stop :] = 0, left.T[first:last], 0
+            torch.mm(gradient.T, right[window], out=out[expert])
+        elif start == first:
+            torch.mm(left[window], right[expert], out=out[window])  # later experts write their own rows again
+        else:
+            out[first:last] = torch.mm(left[window], right[expert])[own]
+    return out
 
 
 @grouped_product.register_fake
@@ -114,7 +136,7 @@ class _OfRows(torch.autograd.Function):
 
 
 class ToRows(torch.autograd.Function):
-    """Tokens (T, D) -> rows (R, D). Backward gathers a token's rows and adds them up in a fixed order."""
+    """Tokens (T, D) -> rows (R, D). Backward adds up a token's rows in a fixed order."""
 
     @staticmethod
     def forward(context: Any, x_TD: Tensor, tokens_R: Tensor, rows_TC: Tensor) -> Tensor:
@@ -125,19 +147,21 @@ class ToRows(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         (rows_TC,) = context.saved_tensors
-        return gradient[rows_TC].sum(1), None, None
+        return F.embedding_bag(rows_TC, gradient, mode="sum"), None, None
 
 
 class FromRows(torch.autograd.Function):
-    """Rows (R, D) -> the rows of each token (T, C, D)."""
+    """Rows (R, D) and weights (T, C) -> the weighted sum of each token's rows (T, D), in a fixed order."""
 
     @staticmethod
-    def forward(context: Any, rows_RD: Tensor, order_R: Tensor, rows_TC: Tensor) -> Tensor:
-        context.save_for_backward(order_R)
-        return rows_RD[rows_TC]
+    def forward(context: Any, rows_RD: Tensor, weights_TC: Tensor, order_R: Tensor, rows_TC: Tensor) -> Tensor:
+        context.save_for_backward(rows_RD, weights_TC, order_R, rows_TC)
+        return F.embedding_bag(rows_TC, rows_RD, mode="sum", per_sample_weights=weights_TC)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
-        (order_R,) = context.saved_tensors
-        return gradient.flatten(0, 1)[order_R], None, None
+        rows_RD, weights_TC, order_R, rows_TC = context.saved_tensors
+        of_rows = gradient[order_R // rows_TC.shape[1]]
+        of_weights = torch.linalg.vecdot(of_rows, rows_RD)[rows_TC]
+        return of_rows.mul_(weights_TC.flatten()[order_R, None]), of_weights, None, None

@@ -261,8 +261,7 @@ class Mixture(nn.Module):
         else:
             rows_RD, counts_E, sent = self.exchange.dispatch(rows_RD, self.counts_E, meanwhile)
             out_RD = self.exchange.combine(self.experts(rows_RD, counts_E), sent)
-        out_TCD = FromRows.apply(out_RD, order_R, rows_TC)
-        return (weights_TC.to(x_TD.dtype)[:, None] @ out_TCD)[:, 0]
+        return FromRows.apply(out_RD, weights_TC.to(x_TD.dtype), order_R, rows_TC)
 
 
 class MixtureBlock(Block):

@@ -14,26 +14,25 @@ draws the loads of two runs with metrics.dynamics_freq, from their dump folders:
 """
 
 import argparse
-import functools
 import importlib
 import sys
 import time
 import types
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from components.config import ROOT
+from components.launch.memory import keep_freed_memory
 from components.metrics.report import points, read_rows
 from components.state.init import initialize_weights
 from models import MODELS
 from models.layers import FeedForward
-from models.moe import Mixture
+from models.moe import Experts, Mixture
 from parallelize.precision import compute_in, set_product_precision
 from tests.benchmarks.peers.__main__ import SMALL
 from tests.benchmarks.peers.sides import FOLDER, NO_LAYOUT, measure
@@ -55,6 +54,7 @@ def main(argv: list[str]) -> None:
             _compare_degrees(experts)
         return
     torch.set_num_threads(1)
+    keep_freed_memory()  # as train.py does
     set_product_precision("highest", torch.device("cpu"))
     for name, sizes in SIZES.items():
         found = _measured(*sizes)
@@ -90,11 +90,11 @@ def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, floa
     counts, own = mixture.counts_E, mixture.experts
     assert counts is not None
     return {
-        "experts": _milliseconds(lambda: mixture(x, None)),
-        "experts, bfloat16": _milliseconds(lambda: half(x.bfloat16(), None)),
-        "dense, as wide": _milliseconds(lambda: dense(x)),
-        "a loop": _milliseconds(lambda: _loop(rows, counts, own.w1, own.w2, own.w3)),
-        "grouped products alone": _milliseconds(lambda: own(rows, counts)),
+        "experts": _milliseconds(mixture, x, None),
+        "experts, bfloat16": _milliseconds(half, x.bfloat16(), None),
+        "dense, as wide": _milliseconds(dense, x),
+        "a loop": _milliseconds(_Loop(own), rows, counts),
+        "grouped products alone": _milliseconds(own, rows, counts),
         **_of_torchtitan(x, width, experts, chosen),
     }
 
@@ -114,11 +114,13 @@ def _of_torchtitan(x: Tensor, width: int, experts: int, chosen: int) -> dict[str
     vars(torch)["histc"] = lambda chosen, bins, min, max: torch.bincount(chosen.flatten(), minlength=bins)
     shared = {"num_experts": experts, "num_shared_experts": 0, "top_k": chosen, "score_func": "softmax"}
     found = {}
+    torch.set_float32_matmul_precision("highest")  # as it does
     for name, grouped in (("torchtitan, a loop", False), ("torchtitan, grouped, bfloat16", True)):
         layer = titan.MoE(titan.MoEArgs(**shared, use_grouped_mm=grouped), x.shape[2], width)
         with torch.no_grad():
             layer.init_weights(0.02, torch.device("cpu"))
-        found[name] = _milliseconds(functools.partial(layer, x))
+        found[name] = _milliseconds(layer, x)
+    set_product_precision("highest", torch.device("cpu"))
     return found
 
 
@@ -156,16 +158,25 @@ def draw(runs: dict[str, Path]) -> None:
     plt.close(figure)
 
 
-def _loop(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    parts = rows.split(counts.tolist())
-    return torch.cat([(F.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(parts)])
+class _Loop(nn.Module):
+    """Over experts, a product for each."""
+
+    def __init__(self, experts: Experts) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        w1, w2, w3 = self.experts.w1, self.experts.w2, self.experts.w3
+        parts = rows.split(counts.tolist())
+        return torch.cat([(F.silu(x @ w1[e].T) * (x @ w3[e].T)) @ w2[e].T for e, x in enumerate(parts)])
 
 
-def _milliseconds(forward: Callable[[], Tensor]) -> float:
+def _milliseconds(layer: nn.Module, *inputs: Any) -> float:
     best = float("inf")
     for _ in range(5):
+        layer.zero_grad()
         started = time.process_time()
-        forward().sum().backward()
+        layer(*inputs).sum().backward()
         best = min(best, time.process_time() - started)
     return best * 1e3
 
