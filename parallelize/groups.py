@@ -1,9 +1,11 @@
 """Process groups and the device of a rank, and what all ranks agree on."""
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -56,11 +58,25 @@ def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
 
 @functools.cache
 def _gloo_devices(interfaces: str) -> list[Any]:
-    """Shared by all groups: each device has a thread that wakes up a hundred times a second."""
+    """Shared by all groups: each device has a thread that wakes up a hundred times a second.
+
+    Where another thread holds a connection's lock, this one polls until it is released. As SCHED_BATCH it does not
+    preempt the thread that holds the lock when a message comes.
+    """
     gloo: Any = dist.ProcessGroupGloo
-    return [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
+    before = _threads()
+    devices = [gloo.create_device(interface=name) for name in interfaces.split(",") if name] or [
         gloo.create_default_device()
     ]
+    with contextlib.suppress(OSError):  # not permitted
+        for thread in _threads() - before:
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+    return devices
+
+
+def _threads() -> set[int]:
+    """Of this process; none where there is no /proc."""
+    return {int(task.name) for task in Path("/proc/self/task").glob("*")}
 
 
 def patient_group() -> dist.ProcessGroup:

@@ -1,6 +1,8 @@
 """Process groups as torch makes them for a rank: each with one worker thread, on the interface that was asked for."""
 
+import os
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,16 @@ def test_no_group_has_two_worker_threads_and_training_s_have_its_timeout() -> No
     assert {threads for threads, _ in options} == {1}
     assert options[0][1] == timedelta(seconds=77)
     assert options[-1][1] == timedelta(hours=1)
+
+
+def gloo_schedulers(run: train.Run) -> list[int]:
+    """Of the threads that read what other ranks send."""
+    tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
+    return [os.sched_getscheduler(int(task.name)) for task in tasks]
+
+
+def test_a_message_does_not_preempt_who_holds_the_connection() -> None:
+    assert observe(*SHARDED, ranks=2, steps=1, at_end=gloo_schedulers).extra == [os.SCHED_BATCH]
 
 
 def test_the_interface_that_is_asked_for_is_taken() -> None:
