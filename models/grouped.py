@@ -4,7 +4,7 @@ Shapes are named as in models/moe.py.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,24 +67,29 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _product_by_windows(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
-    """On a CPU, where oneDNN makes a kernel for each number of rows: a window on an expert's has a multiple of 16."""
-    of_experts = right.ndim == 3
-    rows = len(left if of_experts else right)
-    out = left.new_empty((rows, right.shape[-1]) if of_experts else (len(ends), left.shape[0], right.shape[1]))
-    padded = left.new_empty(0 if of_experts else rows, left.shape[0])
-    for expert, (first, last) in enumerate(itertools.pairwise([0, *ends])):
+    """On a CPU: each product is of 16, 32, 48 ... rows, since oneDNN makes a kernel for each number of rows."""
+    if right.ndim == 3:
+        out = left.new_empty(len(left), right.shape[-1])
+        for expert, (first, last, window) in enumerate(_windows(ends, len(left))):
+            if window.start == first:
+                torch.mm(left[window], right[expert], out=out[window])  # the next experts overwrite what is theirs
+            else:
+                out[first:last] = torch.mm(left[window], right[expert])[first - window.start : last - window.start]
+        return out
+    out, kept = left.new_empty(len(ends), len(left), right.shape[-1]), torch.empty_like(left.T)
+    for expert, (first, last, window) in enumerate(_windows(ends, len(right))):
+        padded = kept[: window.stop - window.start].zero_()
+        padded[first - window.start : last - window.start] = left.T[first:last]
+        torch.mm(padded.T, right[window], out=out[expert])
+    return out
+
+
+def _windows(ends: list[int], rows: int) -> Iterator[tuple[int, int, slice]]:
+    """Of each expert: its first row, their end, and these with rows of its neighbours: a multiple of 16, or all."""
+    for first, last in itertools.pairwise([0, *ends]):
         count = min(-(-(last - first) // 16) * 16, rows)
         start = min(first, rows - count)
-        window, own = slice(start, start + count), slice(first - start, last - start)
-        if not of_experts:
-            gradient = padded[:count]
-            gradient[: own.start], gradient[own], gradient[own.stop :] = 0, left.T[first:last], 0
-            torch.mm(gradient.T, right[window], out=out[expert])
-        elif start == first:
-            torch.mm(left[window], right[expert], out=out[window])  # later experts write their own rows again
-        else:
-            out[first:last] = torch.mm(left[window], right[expert])[own]
-    return out
+        yield first, last, slice(start, start + count)
 
 
 @grouped_product.register_fake

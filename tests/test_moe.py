@@ -76,8 +76,8 @@ def test_grouped_products_are_the_experts_one_by_one(case: str) -> None:
         assert ((own - right).norm() / right.norm()).item() < 1e-5, name
 
 
-def test_products_on_a_cpu_are_of_few_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """oneDNN makes a kernel for each: experts have other numbers in each step."""
+def test_products_on_a_cpu_have_few_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN makes a kernel for each number of rows, and that of an expert differs from step to step."""
     counts = torch.tensor([0, 3, 17, 0, 48, 40, 1, 5, 0])
     random = torch.Generator().manual_seed(0)
     rows, gradient, weights = (torch.randn(size, generator=random) for size in ((114, 8), (114, 6), (9, 8, 6)))
@@ -85,17 +85,17 @@ def test_products_on_a_cpu_are_of_few_numbers_of_rows(monkeypatch: pytest.Monkey
     wanted_weights = [
         part.T @ other for part, other in zip(*(x.split(counts.tolist()) for x in (rows, gradient)), strict=True)
     ]
-    mm, numbers = torch.mm, set()
+    mm, sizes = torch.mm, set()
 
     def noted(left: Tensor, right: Tensor, **options: Any) -> Tensor:
-        numbers.add(len(left if right.shape == (8, 6) else right))
+        sizes.add(len(left if right.shape == (8, 6) else right))
         return mm(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", noted)
     ends = counts.cumsum(0)
     torch.testing.assert_close(grouped_product(rows, weights, ends), torch.cat(wanted))
     torch.testing.assert_close(grouped_product(rows.T, gradient, ends), torch.stack(wanted_weights))
-    assert numbers == {0, 16, 32, 48}
+    assert sizes == {0, 16, 32, 48}
 
 
 def test_an_expert_without_a_row_has_a_gradient_of_zero() -> None:

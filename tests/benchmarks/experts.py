@@ -8,6 +8,10 @@ products of the experts alone, and a loop over experts, on rows that are in orde
 
 measures a step of two ranks with expert degrees 1 and 2, in turns: of the debug model, and with more experts.
 
+    python -m tests.benchmarks.experts --whole
+
+measures a step of the debug model and of qwen3's, which is as wide as a token's experts together, in turns.
+
     python -m tests.benchmarks.experts --loads BALANCED OTHER
 
 draws the loads of two runs with metrics.dynamics_freq, from their dump folders: assets/figures/experts.png.
@@ -44,6 +48,7 @@ TOKENS = 1024
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--degrees", action="store_true")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--loads", type=Path, nargs=2, metavar="FOLDER")
     options = parser.parse_args(argv)
     if options.loads:
@@ -51,7 +56,16 @@ def main(argv: list[str]) -> None:
         return
     if options.degrees:
         for experts in (16, 32, 64):
-            _compare_degrees(experts)
+            name = f"{experts} experts, two ranks, degree"
+            job: dict[str, Any] = {"experts": experts, "layout": {"fsdp": 2}, "warm": 2, "steps": 5}
+            words = "--model.name qwen3_moe --parallelism.expert_parallel_degree"
+            _compare({f"{name} {each}": job | {"words": f"{words} {each}".split()} for each in (1, 2)})
+        return
+    if options.whole:
+        # Kernels for the numbers of rows are made in the first steps.
+        words = "--model.flavor debug --model.name"
+        job = {"warm": 10, "steps": 10}
+        _compare({name: job | {"words": f"{words} {name}".split()} for name in ("qwen3", "qwen3_moe")})
         return
     torch.set_num_threads(1)
     keep_freed_memory()  # as train.py does
@@ -62,19 +76,15 @@ def main(argv: list[str]) -> None:
             print(f"{name}  {what:29}{milliseconds:8.1f} ms  {milliseconds / found['experts']:6.2f}", flush=True)
 
 
-def _compare_degrees(experts: int) -> None:
-    """Of a model with so many experts in each layer, whose shared weights are gathered with degree 1."""
-    job = NO_LAYOUT | SMALL | {"experts": experts, "layout": {"fsdp": 2}, "warm": 2, "steps": 5, "dtype": "float32"}
-    seconds: dict[str, list[float]] = {"1": [], "2": []}
+def _compare(jobs: dict[str, dict[str, Any]]) -> None:
+    """Processor time of a step, float32, the best of three turns; and how often it fits into that of the first job."""
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
     for _ in range(3):
-        for degree, found in seconds.items():
-            words = ["--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", degree]
-            found.append(measure("here", job | {"words": words})["processor"])
-    one, two = (min(found) for found in seconds.values())
-    print(
-        f"{experts} experts, two ranks: {one * 1e3:.0f} ms, with degree 2 {two * 1e3:.0f} ms: {one / two:.2f}",
-        flush=True,
-    )
+        for name, job in jobs.items():
+            seconds[name].append(measure("here", NO_LAYOUT | SMALL | {"dtype": "float32"} | job)["processor"])
+    first = min(next(iter(seconds.values())))
+    for name, found in seconds.items():
+        print(f"{name:40}{min(found) * 1e3:8.0f} ms  {first / min(found):6.2f}", flush=True)
 
 
 def _measured(dim: int, width: int, experts: int, chosen: int) -> dict[str, float]:
