@@ -107,7 +107,7 @@ def draw(results: Results) -> None:
         axes.plot([row.bar, row.bar], [height - 0.4, height + 0.4], color="black")
     axes.axvline(1, color="tab:red", linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{row.name} ({row.sides[1]})" for row in rows])
-    axes.set(xlim=(0, 2.4), xlabel="the other side's step over ours; black: asked for")
+    axes.set(xlim=(0, 2.6), xlabel="the other side's step over ours; black: asked for")
     figure.savefig(PICTURE, dpi=110)
 
 
