@@ -41,9 +41,11 @@ import train
 from components.config import JobConfig, load_config
 from components.state.checkpoint import Checkpointer
 from components.state.init import initialize_weights
+from models import MODELS
 from models.moe import MixtureBlock
 from models.nf4 import is_packed, unpack
 from models.parameters import Uniform
+from parallelize import parallelize_model
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from tests.figures import Observation, broken_bars, figures
@@ -51,6 +53,8 @@ from tests.ranks import Ranks, kept_ranks
 from tests.routing import Routing, watch
 from tests.small import RECIPE, SMALL
 
+for name in MODELS:
+    parallelize_model(name)
 gc.freeze()
 
 T = TypeVar("T")

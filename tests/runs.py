@@ -22,7 +22,10 @@ SCRIPT = Path(__file__)
 
 
 class Whole:
-    """A launcher with its ranks, in its own session; `words` are added to RUN."""
+    """A launcher with its ranks, in its own session; `words` are added to RUN.
+
+    Ranks run FAULT first (rank.py).
+    """
 
     def __init__(self, folder: Path, *words: str, fault: str = "", **variables: str) -> None:
         self.folder = folder
@@ -102,19 +105,8 @@ def content(folder: Path, step: int) -> dict:
     return json.loads((folder / f"checkpoint/step-{step}/manifest.json").read_text())
 
 
-def run_rank(argv: list[str]) -> None:
-    """One of its ranks. FAULT is run before: it may change the modules that it names."""
-    import train
-    from components.launch.ending import run_to_exit
-    from tests.ranks import multiply_by_mkl
-
-    multiply_by_mkl()  # the ranks that these runs are compared with do so: the same bits
-    exec(os.environ["FAULT"], {"train": train, "rank": int(os.environ["RANK"])})
-    run_to_exit(train.main, argv)
-
-
 if __name__ == "__main__":
     from components import start
 
-    vars(start)["RANK"] = "tests.runs:run_rank"
+    vars(start)["RANK"] = "tests.rank:run"
     sys.exit(start.main(sys.argv[1:]))

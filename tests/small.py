@@ -14,7 +14,6 @@ from models.deepseek_v3 import DeepseekV3Config
 from models.llama import FLAVORS, LlamaConfig
 from models.moe import MixtureConfig
 from models.rotary import RopeScaling
-from parallelize import parallelize_model
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
 VOCABULARY = 1024
@@ -32,8 +31,7 @@ def _wide(sizes: Any) -> Any:
     return replace(sizes, dim=256, ffn_dim=256, **more)
 
 
-for name, (_, flavors) in MODELS.items():
-    parallelize_model(name)
+for _, flavors in MODELS.values():
     debug = flavors["debug"]
     latent = isinstance(debug, DeepseekV3Config)  # a key for each head
     own = {"head_size": 8 if debug.head_size else None, "n_kv_heads": 4 if latent else 2}
