@@ -24,12 +24,15 @@ from tests.ranks import PRELOADED
 from tests.small import RECIPE, SMALL
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
-LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.global_batch_size", "8")
+LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.global_batch_size", "-1")
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one": (1, ()),
+    "one, accumulation": (1, ("--training.global_batch_size", "4")),
     "fsdp 2, Muon": (2, ("--optimizer.name", "Muon")),
     "fsdp 2, states on the host": (2, ("--optimizer.state_offload", "true")),
-    "hsdp 2x2, accumulation": (4, ("--parallelism.data_parallel_replicate_degree", "2")),
+    "hsdp 2x2, accumulation": (
+        4,
+        ("--parallelism.data_parallel_replicate_degree", "2", "--training.global_batch_size", "16"),
+    ),
     "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
     "cp 2": (2, ("--parallelism.context_parallel_degree", "2")),
     "ulysses 2": (
@@ -158,12 +161,17 @@ def at_full_depth(words: tuple[str, ...], rank: int, ranks: int) -> DryRun:
 
 
 def in_short(words: tuple[str, ...], ranks: int) -> tuple[str, ...]:
-    """The words of a step with as few batches as hold most: two of accumulation, two micro-batches for each stage."""
+    """The words of a step with as few batches as hold most: two of accumulation, two micro-batches for each rank.
+
+    With one stage on a rank, one micro-batch more than ranks.
+    """
     config = load_config([*words])
     parallelism, local = config.parallelism, config.training.local_batch_size
     if parallelism.pipeline_parallel_degree > 1:
         stages = number_of_stages(parallelism, MODELS[config.model.name][1][config.model.flavor].n_layers)
-        local = min(local, 2 * stages * parallelism.pipeline_parallel_microbatch_size)
+        ranks_of_pipeline = parallelism.pipeline_parallel_degree
+        micro_batches = ranks_of_pipeline + 1 if stages == ranks_of_pipeline else 2 * ranks_of_pipeline
+        local = min(local, micro_batches * parallelism.pipeline_parallel_microbatch_size)
     degrees = resolve_degrees(config, ranks)
     batches = min(2, global_batch_size(config, degrees) // (config.training.local_batch_size * degrees.batch_ranks))
     sizes = {"local_batch_size": local, "global_batch_size": batches * local * degrees.batch_ranks}
@@ -175,9 +183,9 @@ def test_a_few_micro_batches_tell_what_all_would_take(schedule: str, pool: Proce
     """A stage does not hold a buffer for each message of a step (pytorch issue 136380)."""
     words = ("--job.config_file", str(RECIPE), *SMALL, "--parallelism.pipeline_parallel_degree", "2")
     words += (*("--parallelism.pipeline_parallel_schedule", schedule), *("--training.seq_len", "512"))
-    words += (*("--training.local_batch_size", "32"), *("--training.global_batch_size", "64"))
+    words += (*("--training.local_batch_size", "12"), *("--training.global_batch_size", "24"))
     found = [pool.submit(dry_run, each, 1, 2, 8).result() for each in (words, in_short(words, 2))]
-    tokens = 8 * 512 * 32  # of whole batches: tokens, labels, positions
+    tokens = 8 * 512 * 12  # of whole batches: tokens, labels, positions
     assert found[1].peak <= found[0].peak <= found[1].peak + 4 * tokens
 
 
