@@ -5,7 +5,6 @@ On a machine without GPUs only the last check imports torch, so mistakes are rep
 
 import dataclasses
 import datetime
-import gc
 import os
 import signal
 import subprocess
@@ -64,7 +63,6 @@ def main(argv: list[str]) -> int:
         return ExitCode.DONE
     if "--check" in argv:
         return run_alone("components.check", [word for word in argv if word != "--check"], {})
-    gc.disable()  # as components/launch/fork_server.py does; enabled by start
     try:
         argv = with_recipe(argv)
         config, settings = check_job(argv, os.environ)
@@ -188,7 +186,6 @@ def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> 
         raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
     from components.launch.ranks import run_ranks
 
-    gc.enable()
     return run_ranks(main, argv, settings, logs)
 
 

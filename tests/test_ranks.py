@@ -21,7 +21,7 @@ begin = pytest.fixture(launcher)
 
 def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start) -> None:
     script = """
-        import os, socket, sys
+        import gc, os, socket, sys
         import torch.distributed as dist
         dist.init_process_group("gloo")
         try:
@@ -32,6 +32,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
         rank, size = dist.get_rank(), dist.get_world_size()
         print(f"rank {rank} of {size}", sys.argv[1:], "threads", os.environ["OMP_NUM_THREADS"])
         print(os.environ["PYTORCH_ALLOC_CONF"], os.environ["GOMP_SPINCOUNT"])
+        print("garbage is collected", gc.isenabled(), "imports are not looked through", gc.get_freeze_count() > 1e4)
         print("progress 1\\rprogress 2")
         print("\\x1b[31mto stderr\\x1b[0m", file=sys.stderr)
         dist.barrier()
@@ -46,12 +47,13 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
     said = "rank {} of 2 ['--job.description', 'two words'] threads " + f"{threads}\n"
     # The console shows rank 0 as it is, the logs all without colours.
     memory = "expandable_segments:True 10000"
+    garbage = "garbage is collected True imports are not looked through True"
     # Universal newlines read \r as \n.
-    assert out == said.format(0) + f"{memory}\nprogress 1\nprogress 2\n"
+    assert out == said.format(0) + f"{memory}\n{garbage}\nprogress 1\nprogress 2\n"
     assert err == "\x1b[31mto stderr\x1b[0m\n"
     for rank in (0, 1):
         assert sorted(launched.log(rank).splitlines()) == sorted(
-            [said.format(rank).strip(), memory, "progress 1", "progress 2", "to stderr"]
+            [said.format(rank).strip(), memory, garbage, "progress 1", "progress 2", "to stderr"]
         )
 
 

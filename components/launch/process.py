@@ -1,6 +1,7 @@
 """One rank's process and its output: to the console as it comes, to a log file in whole lines."""
 
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -139,6 +140,8 @@ def _be_rank(
     main: str, argv: list[str], environment: dict[str, str], pipe: Connection, out: Connection, err: Connection
 ) -> None:
     """Runs in a fork of the fork server."""
+    gc.freeze()  # what is imported stays
+    gc.enable()  # disabled by fork_server.py
     os.setsid()
     for descriptor, output in ((1, out), (2, err)):
         os.dup2(output.fileno(), descriptor)
