@@ -133,7 +133,7 @@ def _rank(
             result = work(case, device)
             if rank == 0:
                 torch.save(result, Path(folder) / "result")
-            gc.collect()
+            gc.collect(1)  # all of the case is young: what was imported meanwhile is not looked at
             pipe.send(None)
     except BaseException as error:
         (Path(folder) / f"error_{rank:02}").write_text(f"rank {rank}: {type(error).__name__}: {error}\n")

@@ -8,6 +8,7 @@ source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
 find_python --group test
 cd "$root"
 unset PYTHONDONTWRITEBYTECODE  # hundreds of processes would each compile what the first one has
+export OPENBLAS_NUM_THREADS=1  # threads of numpy spin when a process starts
 
 failed=""
 step() {
