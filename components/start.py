@@ -5,6 +5,7 @@ On a machine without GPUs only the last check imports torch, so mistakes are rep
 
 import dataclasses
 import datetime
+import gc
 import os
 import signal
 import subprocess
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> int:
         if config.comm.mode != "fake_backend":
             # Meanwhile this process imports torch too, for the model's sizes.
             preload([RANK.partition(":")[0]], settings.threads)
+        gc.disable()  # as in fork_server.py
         check_model(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         for warning in warnings(config, degrees, settings.ranks):
@@ -79,6 +81,8 @@ def main(argv: list[str]) -> int:
         from components.launch.signals import end_at_signals
 
         end_at_signals("before ranks were started")
+        gc.freeze()
+        gc.enable()
         prepare_all(config)
         return start(config, settings, RANK, argv)
     except ConfigError as error:
