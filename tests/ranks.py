@@ -25,8 +25,10 @@ from components.launch.ending import leave
 from parallelize import precision
 from parallelize.groups import init_distributed
 
-PRELOADED = ["pytest", "tests.harness"]
-"""What the fork server imports: ranks that get a function of a test import its file, and that imports pytest."""
+PRELOADED = ["pytest", "tests.harness", "torch._inductor.compile_fx"]
+"""What the fork server imports: ranks that get a function of a test import its file, and that imports pytest; the first
+compile of a rank would import the compiler.
+"""
 Work = Callable[[Any, torch.device], Any]
 _MOST_SECONDS = 180, 40
 """Of a case, and of each of its ranks: sixteen that compile share a few cores."""

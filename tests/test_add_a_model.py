@@ -1,7 +1,6 @@
 """docs/add_a_model.md, followed to the letter: three files in a copy of the repository, and nothing else is edited."""
 
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT
-from tests.test_extend import share_tokens
+from tests.test_extend import copy_repository
 
 PAGE = (ROOT / "docs" / "add_a_model.md").read_text()
 
@@ -26,9 +25,7 @@ def files_of_the_page() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("copy") / "repository"
-    ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "outputs", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    share_tokens(copy)
+    copy_repository(copy)
     for path, content in files_of_the_page().items():
         assert not (copy / path).exists()
         (copy / path).write_text(content)

@@ -67,23 +67,19 @@ def sections(page: str) -> list[Section]:
     return found
 
 
-def share_tokens(copy: Path) -> None:
-    """The texts are the same: they are not tokenized again."""
+def copy_repository(target: Path) -> None:
+    """With what Python has compiled of it; the texts are the same, and are not tokenized again."""
+    ignored = shutil.ignore_patterns(".git", ".venv", ".cache", "outputs", ".*_cache")
+    shutil.copytree(ROOT, target, ignore=ignored)
     tokens = ROOT / ".cache" / "tokens"
     tokens.mkdir(parents=True, exist_ok=True)
-    (copy / ".cache").mkdir()
-    (copy / ".cache" / "tokens").symlink_to(tokens)
+    (target / ".cache").mkdir()
+    (target / ".cache" / "tokens").symlink_to(tokens)
 
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True)
-    for name in listed.stdout.decode().splitlines():
-        target = tmp_path / "repository" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target)
-    share_tokens(tmp_path / "repository")
+    copy_repository(tmp_path / "repository")
     return tmp_path / "repository"
 
 
