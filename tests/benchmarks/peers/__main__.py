@@ -26,6 +26,7 @@ Results = dict[str, dict[str, list[dict[str, float]]]]
 SMALL = {"dim": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 768, "vocab": 4096, "seq": 256, "batch": 4}
 LARGER = SMALL | {"dim": 512, "layers": 8, "ffn": 1536, "vocab": 8192}
 TIMED = {"warm": 3, "steps": 10}
+BOTH = ("here", "torchtitan")
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,20 @@ class Row:
 
 
 def _row(name: str, dtype: str, bar: float, sizes: dict[str, Any] = SMALL, **more: Any) -> Row:
-    sides = more.pop("sides", ("here", "torchtitan"))
+    sides = more.pop("sides", BOTH)
     return Row(f"{name}, {dtype}", NO_LAYOUT | sizes | TIMED | {"dtype": dtype} | more, sides, bar)
 
 
-ALONE = ("here", "torchtitan", "bare loop", "matrix products")
+REPLICAS = (*BOTH, "kernels")
+ALONE = (*BOTH, "bare loop", "matrix products", "kernels")
 ROWS = [
     _row("one process", "bfloat16", 1.6, sides=ALONE),
     _row("one process", "float32", 1.15, sides=ALONE),
     _row("one process, compiled", "bfloat16", 1.4, compile=True),
     _row("one process, compiled", "float32", 1.1, compile=True),
     *(
-        _row(f"{axis} 2", dtype, bar, layout={axis: 2})
-        for axis in ("ddp", "fsdp", "tp", "pp")
+        _row(f"{axis} 2", dtype, bar, layout={axis: 2}, sides=sides)
+        for axis, sides in (("ddp", REPLICAS), ("fsdp", REPLICAS), ("tp", BOTH), ("pp", BOTH))
         for dtype, bar in (("bfloat16", 1.5), ("float32", 1.15))
     ),
     _row("36M parameters", "bfloat16", 1.3, LARGER, sides=ALONE),

@@ -27,6 +27,7 @@ SIDES = {
     "Trainer": ["-m", "tests.benchmarks.peers.trainer"],
     "bare loop": ["-m", "tests.benchmarks.peers.bare"],
     "matrix products": ["-m", "tests.benchmarks.peers.products"],
+    "kernels": ["-m", "tests.benchmarks.peers.kernels"],
 }
 NO_LAYOUT = {"layout": {}, "checkpointing": "none", "float8": False, "compile": False, "device": "cpu", "lora": 0}
 """What a job has where it says nothing else."""
