@@ -233,9 +233,13 @@ class Mixture(nn.Module):
             return self.routed(x_BSD, padding_BS)
         if self.exchange is None:
             return self.routed(x_BSD, padding_BS) + self.shared(x_BSD)
-        shared: list[Tensor] = []
-        out_BSD = self.routed(x_BSD, padding_BS, lambda: shared.append(self.shared(x_BSD)))  # type: ignore[misc]
-        return out_BSD + shared[0]
+        return self.overlapped(x_BSD, padding_BS, self.shared)
+
+    def overlapped(self, x_BSD: Tensor, padding_BS: Tensor | None, shared: FeedForward) -> Tensor:
+        """forward, with what all tokens share while rows are on their way."""
+        parts: list[Tensor] = []
+        out_BSD = self.routed(x_BSD, padding_BS, lambda: parts.append(shared(x_BSD)))
+        return out_BSD + parts[0]
 
     def routed(self, x_BSD: Tensor, padding_BS: Tensor | None, meanwhile: Callable[[], None] = lambda: None) -> Tensor:
         """The sum over each token's experts; meanwhile is called while rows are on their way to other ranks."""

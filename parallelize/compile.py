@@ -16,13 +16,14 @@ def _leave_out(model: nn.Module, attention: bool) -> None:
 
     Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again; and
     the keys of earlier parts of a sequence come from outside of the layer. The host reads how many rows go to experts
-    of other ranks.
+    of other ranks, and what is computed meanwhile ends with a collective, whose result a graph would take apart.
     """
     for module in model.modules():
         if isinstance(module, AttentionCore) and attention:
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
         if isinstance(module, Mixture):
             module.routed = torch.compiler.disable(module.routed)  # type: ignore[method-assign]
+            module.overlapped = torch.compiler.disable(module.overlapped)  # type: ignore[method-assign]
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:

@@ -218,6 +218,12 @@ def test_routers_keep_float32(half: str) -> None:
     assert observe(*MOE, half, "bfloat16", steps=0, at_end=precision_of_routers).extra == {"torch.float32"}
 
 
-def test_compiled_layers_leave_experts_out() -> None:
-    layout = (SHARD, "2", LOCAL, "18", EP, "2", "--compile.enable", "true", "--compile.backend", "aot_eager")
-    assert not broken_bars(observe(*MOE, *layout, ranks=2, valid_labels=LABELS), one_process())
+@pytest.mark.parametrize(
+    ("flavor", "layout"), [("tiny", (SHARD, "2", LOCAL, "18")), ("tiny_sigmoid", (TP, "2"))], ids=["fsdp", "shared, tp"]
+)
+def test_compiled_layers_leave_experts_out(flavor: str, layout: tuple[str, ...]) -> None:
+    """And what all tokens share: its last all-gather or reduce-scatter would be taken apart."""
+    compiled = ("--compile.enable", "true", "--compile.backend", "aot_eager")
+    chosen = ("--model.flavor", flavor)
+    observed = observe(*MOE, *chosen, *layout, EP, "2", *compiled, ranks=2, valid_labels=LABELS)
+    assert not broken_bars(observed, one_process(*chosen))
