@@ -1,6 +1,7 @@
 """What is checked before ranks are started: the environment variables, the folder, the job file; and how soon."""
 
 import difflib
+import gc
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 
 from components import start
 from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.data import __main__ as prepare
 from components.launch import settings as settings_module
+from components.launch import signals
 from components.launch.settings import Settings, read_settings
 from tests.jobs import OURS, job
 
@@ -90,6 +93,23 @@ def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
     for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
         assert start.with_recipe(words) == words
+
+
+def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """But not among what is imported, nor while torch is."""
+    seen: list[object] = []
+    monkeypatch.setattr(start, "preload", lambda modules, threads: None)
+    monkeypatch.setattr(start, "check_model", lambda config, settings: seen.append(gc.isenabled()))
+    monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
+    monkeypatch.setattr(
+        prepare, "prepare_all", lambda config: seen.append((gc.isenabled(), gc.get_freeze_count() > 1e4))
+    )
+    monkeypatch.setattr(start, "start", lambda *arguments: 0)
+    try:
+        assert start.main(["--job.dump_folder", str(tmp_path)]) == 0
+    finally:
+        gc.unfreeze()
+    assert seen == [False, (True, True)]
 
 
 # Through the launcher
