@@ -1,5 +1,7 @@
 """torch.compile of each layer, and of the loss: operations between matrix products are fused into few kernels."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -34,6 +36,8 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     functorch.donated_buffer = not splits_backward(parallelism)
+    # Training has one shape and validation another: graphs of any shape would take longer to compile and to run.
+    how: dict[str, Any] = {"backend": config.backend, "dynamic": False}
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
             # inductor cuts matrix products and collectives into pieces that overlap. Never run: it needs several GPUs.
@@ -47,7 +51,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
         _leave_out(model, attention=apart)
         whole = not (apart or has_experts(model))
         for layer in model.get_submodule("layers").children():
-            layer.forward = torch.compile(layer.forward, backend=config.backend, fullgraph=whole)
+            layer.forward = torch.compile(layer.forward, fullgraph=whole, **how)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
-        head.cross_entropy = torch.compile(head.cross_entropy, backend=config.backend)  # type: ignore[assignment, arg-type]
+        head.cross_entropy = torch.compile(head.cross_entropy, **how)  # type: ignore[assignment, arg-type]
