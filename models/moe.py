@@ -233,11 +233,7 @@ class Mixture(nn.Module):
             return self.routed(x_BSD, padding_BS)
         if self.exchange is None:
             return self.routed(x_BSD, padding_BS) + self.shared(x_BSD)
-        return self.overlapped(x_BSD, padding_BS, self.shared)
-
-    def overlapped(self, x_BSD: Tensor, padding_BS: Tensor | None, shared: FeedForward) -> Tensor:
-        """forward, with what all tokens share while rows are on their way."""
-        parts: list[Tensor] = []
+        shared, parts = self.shared, list[Tensor]()
         out_BSD = self.routed(x_BSD, padding_BS, lambda: parts.append(shared(x_BSD)))
         return out_BSD + parts[0]
 
@@ -286,8 +282,13 @@ class MixtureBlock(Block):
         return self.feed_forward
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        x_BSD, normed_BSD = self.before_experts(x_BSD, cos, sin, visible)
+        return x_BSD + self.feed_forward(normed_BSD, visible.padding_BS)
+
+    def before_experts(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
+        """Hidden states after attention, and what experts get of them; compile makes one graph of it."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD), visible.padding_BS)
+        return x_BSD, self.ffn_norm(x_BSD)
 
 
 def _count(block: Any, _inputs: Any, _output: Any) -> None:

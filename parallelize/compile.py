@@ -7,29 +7,27 @@ from torch import nn
 
 from components.config import Compile, Parallelism
 from models.attention import AttentionCore
-from models.moe import Mixture
-from parallelize.expert import has_experts
+from models.moe import MixtureBlock
 from parallelize.mesh import Mesh
 from parallelize.schedules import splits_backward
 
 
-def _leave_out(model: nn.Module, attention: bool) -> None:
-    """Compile what is before and after a layer's experts and, on request, its attention, as graphs of their own.
+def _leave_attention_out(model: nn.Module) -> None:
+    """Compile what is before and after each layer's attention as graphs of their own.
 
     Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again; and
-    the keys of earlier parts of a sequence come from outside of the layer. The host reads how many rows go to experts
-    of other ranks, and what is computed meanwhile ends with a collective, whose result a graph would take apart.
+    the keys of earlier parts of a sequence come from outside of the layer.
     """
     for module in model.modules():
-        if isinstance(module, AttentionCore) and attention:
+        if isinstance(module, AttentionCore):
             module.forward = torch.compiler.disable(module.forward)  # type: ignore[method-assign]
-        if isinstance(module, Mixture):
-            module.routed = torch.compiler.disable(module.routed)  # type: ignore[method-assign]
-            module.overlapped = torch.compiler.disable(module.overlapped)  # type: ignore[method-assign]
 
 
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
-    """Compile every layer's `forward`, so that no parameter changes its name; equal layers share one graph."""
+    """Compile every layer's `forward`, so that no parameter changes its name; equal layers share one graph.
+
+    Experts are left out: the host reads how many rows go to those of other ranks.
+    """
     if not config.enable:
         return
     from torch._functorch import config as functorch
@@ -48,10 +46,15 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         apart = parallelism.pipeline_parallel_sequence_splits > 1
         apart = apart or (mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring")
-        _leave_out(model, attention=apart)
-        whole = not (apart or has_experts(model))
+        if apart:
+            _leave_attention_out(model)
         for layer in model.get_submodule("layers").children():
-            layer.forward = torch.compile(layer.forward, fullgraph=whole, **how)
+            if not isinstance(layer, MixtureBlock):
+                layer.forward = torch.compile(layer.forward, fullgraph=not apart, **how)
+                continue
+            layer.before_experts = torch.compile(layer.before_experts, fullgraph=not apart, **how)  # type: ignore[method-assign]
+            if layer.mixture.shared is not None:
+                layer.mixture.shared.compile(fullgraph=True, **how)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
         head.cross_entropy = torch.compile(head.cross_entropy, **how)  # type: ignore[assignment, arg-type]

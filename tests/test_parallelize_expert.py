@@ -222,7 +222,7 @@ def test_routers_keep_float32(half: str) -> None:
     ("flavor", "layout"), [("tiny", (SHARD, "2", LOCAL, "18")), ("tiny_sigmoid", (TP, "2"))], ids=["fsdp", "shared, tp"]
 )
 def test_compiled_layers_leave_experts_out(flavor: str, layout: tuple[str, ...]) -> None:
-    """And what all tokens share: its last all-gather or reduce-scatter would be taken apart."""
+    """What all tokens share is another graph: in one with the layer, its last collective would be taken apart."""
     compiled = ("--compile.enable", "true", "--compile.backend", "aot_eager")
     chosen = ("--model.flavor", flavor)
     observed = observe(*MOE, *chosen, *layout, EP, "2", *compiled, ranks=2, valid_labels=LABELS)
