@@ -50,7 +50,8 @@ def layout(job: Job) -> str:
     degrees = resolve_degrees(job.config, job.settings.world_size)
     check_devices(job.config, job.settings, os.environ)
     check_layout(job.config, degrees)
-    return "; ".join([f"{degrees}, {degrees.world_size} ranks", *warnings(job.config, degrees, job.settings.ranks)])
+    found = warnings(job.config, degrees, job.settings.ranks, on_cpu=not gpus())
+    return "; ".join([f"{degrees}, {degrees.world_size} ranks", *found])
 
 
 def folders(job: Job) -> str:

@@ -73,7 +73,8 @@ def main(argv: list[str]) -> int:
         gc.disable()  # as in fork_server.py
         check_model(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
-        for warning in warnings(config, degrees, settings.ranks):
+        on_cpu = config.comm.mode != "fake_backend" and not gpus()
+        for warning in warnings(config, degrees, settings.ranks, on_cpu):
             print(f"warning: {warning}", file=sys.stderr)
         if config.comm.mode == "fake_backend":
             return rehearse(settings, argv)

@@ -331,17 +331,31 @@ def test_an_unknown_model_or_flavor_names_the_nearest() -> None:
 def test_tensor_parallel_over_nodes_is_warned_of() -> None:
     config = config_of("--parallelism.tensor_parallel_degree", "4")
     degrees = resolve_degrees(config, 16)
-    assert "a group of 4 ranks spans nodes of 2" in warnings(config, degrees, 2)[0]
-    assert warnings(config, degrees, 8) == []
+    assert "a group of 4 ranks spans nodes of 2" in warnings(config, degrees, 2, on_cpu=False)[0]
+    assert warnings(config, degrees, 8, on_cpu=False) == []
 
 
 def test_a_pipeline_that_is_mostly_idle_is_warned_of() -> None:
     config = config_of(PP, "4", LOCAL, "2")
-    assert "2 micro-batches leave 4 pipeline ranks idle" in warnings(config, resolve_degrees(config, 4), 4)[0]
+    assert (
+        "2 micro-batches leave 4 pipeline ranks idle"
+        in warnings(config, resolve_degrees(config, 4), 4, on_cpu=False)[0]
+    )
     for enough in ((LOCAL, "4"), (LOCAL, "2", SPLITS, "2")):
         config = config_of(PP, "4", *enough)
-        assert warnings(config, resolve_degrees(config, 4), 4) == []
+        assert warnings(config, resolve_degrees(config, 4), 4, on_cpu=False) == []
 
 
 if __name__ == "__main__":
     REFUSALS.write_text(refusals())
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    config = config_of("--training.mixed_precision_param", "bfloat16")
+    found = warnings(config, resolve_degrees(config, 1), 1, on_cpu=True)
+    assert found == [] if supported else "no instructions for it" in found[0]
+    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=False) == []
+    config = config_of("--training.mixed_precision_param", "float32")
+    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []

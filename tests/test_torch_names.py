@@ -165,9 +165,9 @@ def test_a_layout_uses_the_names_of_its_parts(ranks: int, words: tuple[str, ...]
 
 def test_another_torch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config([])
-    assert warnings(config, Degrees(), 1) == []
+    assert warnings(config, Degrees(), 1, on_cpu=False) == []
     monkeypatch.setattr(torch_names, "torch_version", lambda: "2.14.0")
-    assert warnings(config, Degrees(), 1) == ["torch 2.14.0 has not been tried; 2.13 has"]
+    assert warnings(config, Degrees(), 1, on_cpu=False) == ["torch 2.14.0 has not been tried; 2.13 has"]
 
 
 STARTED = """

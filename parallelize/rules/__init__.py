@@ -291,7 +291,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
         raise ConfigError(broken)
 
 
-def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[str]:
+def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: bool) -> list[str]:
     """Accepted layouts that are slow or less exact, each with what would be better."""
     found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
     if ranks_per_node % degrees.tp:
@@ -305,6 +305,11 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[s
             f'quantize.linear.float8.recipe_name = "{recipe}": scales are shared by tokens or rows that lie on one '
             "rank, so that numbers depend on the layout; rowwise_with_gw_hp does not"
         )
+    if on_cpu and config.training.mixed_precision_param == "bfloat16" and not _multiplies_bfloat16():
+        found.append(
+            'training.mixed_precision_param = "bfloat16": this CPU has no instructions for it, and a step may take ten '
+            'times as long as in "float32" or more'
+        )
     micro_batches = config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size
     if micro_batches * config.parallelism.pipeline_parallel_sequence_splits < degrees.pp:
         found.append(
@@ -312,3 +317,10 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int) -> list[s
             f"{degrees.pp} pipeline ranks idle for most of the time; several times as many keep them busy"
         )
     return found
+
+
+def _multiplies_bfloat16() -> bool:
+    """Whether oneDNN multiplies bfloat16 on this CPU; torch's own products of it are loops over single numbers."""
+    import torch
+
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -18,6 +18,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "torch.distributed.device_mesh": "DeviceMesh._unflatten",
         "torch.distributed.checkpoint.filesystem": "_StorageInfo",
         "torch.distributed.distributed_c10d": "_get_default_store _set_pg_timeout",
+        "torch.ops": "mkldnn._is_mkldnn_bf16_supported",
         "torch.distributed.tensor._utils": "compute_local_shape_and_global_offset",
     },
     "dry run": {
