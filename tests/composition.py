@@ -14,10 +14,13 @@ import torch
 
 from components.config import ROOT
 from components.metrics import git_revision
+from tests.layouts import AXES, layout
 
 Row = dict[str, Any]
 """A layout's settings by axis, its ranks, verdict, figures, refusal and seconds: a line of the results."""
 PAGE, PICTURE = ROOT / "docs" / "composition.md", ROOT / "assets" / "figures" / "composition.png"
+RECORD = ROOT / "assets" / "composition.jsonl"
+"""Results of the last whole matrix: it takes hours, and may go on elsewhere."""
 
 
 @functools.cache
@@ -40,8 +43,16 @@ def read(path: Path) -> list[Row]:
         except json.JSONDecodeError:
             continue
         if row["code"] == code():
+            row["layout"] = dict(layout(**row["layout"]).cell)
             rows[json.dumps(row["layout"])] = row
     return list(rows.values())
+
+
+def line(row: Row) -> str:
+    """A row as read() takes it, without the settings that are the first of their axis."""
+    settings = {axis: value for axis, value in row["layout"].items() if value != AXES[axis][0]}
+    figures = {name: float(f"{value:.1e}") for name, value in row["figures"].items()}
+    return json.dumps(row | {"layout": settings, "figures": figures}) + "\n"
 
 
 def write(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> None:
@@ -64,7 +75,8 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         "# What composes with what",
         "",
         "Written by `python -m tests.matrix --all`. Each layout was compared with one process and is the same run, or",
-        "a rule refused the layout before launch. [The promise](promise.md) says how layouts are compared.",
+        "a rule refused the layout before launch. [The promise](promise.md) says how layouts are compared. Each",
+        "layout is a line of `assets/composition.jsonl`, with its figures.",
         "",
         f"Revision {(git_revision()['revision'] or 'unknown')[:7]}. "
         f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "

@@ -2,12 +2,12 @@
 
 python -m tests.matrix                      a spread: every pair of settings, in a few layouts
 python -m tests.matrix --all                every product of the axes; writes docs/composition.md
+python -m tests.matrix --all --resume       those of them that this code has not been run with
 python -m tests.matrix --random 30 --seed 7 30 layouts drawn from all
 """
 
 import argparse
 import functools
-import json
 import random
 import sys
 import time
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--set", action="append", default=[], metavar="AXIS=VALUE", help="layouts with this setting")
     parser.add_argument("--most-ranks", type=int, default=MOST_RANKS, metavar="N", help="layouts of up to N ranks")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=RESULTS, help="a line for each layout is added to this file")
+    parser.add_argument("--results", type=Path, help="a line for each layout is added to this file")
     parser.add_argument("--resume", action="store_true", help="leave out what this code has proven there")
     options = parser.parse_args(argv)
     draw = random.Random(options.seed)
@@ -102,32 +102,35 @@ def main(argv: list[str]) -> int:
     else:
         chosen = main_layouts(options.product_ranks) if options.all else spread(options.seed)
     chosen = [each for each in chosen if each.ranks <= options.most_ranks and fixed.items() <= {*each.cell}]
-    options.results.parent.mkdir(parents=True, exist_ok=True)
+    path: Path = options.results or (composition.RECORD if options.all else RESULTS)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = composition.read(path)
+    path.write_text("".join(composition.line(row) for row in rows), encoding="utf-8")
     if options.resume:
-        rows = composition.read(options.results)
         done = {tuple(row["layout"].items()) for row in rows if row["verdict"] == "proven"}
         chosen = [each for each in chosen if each.cell not in done]
     counts: dict[str, int] = {}
     started = time.perf_counter()
-    with open(options.results, "a", encoding="utf-8") as file:
+    with open(path, "a", encoding="utf-8") as file:
         for number, result in enumerate(measure(chosen), 1):
             counts[result.verdict] = counts.get(result.verdict, 0) + 1
             worst = f"{result.figures['gradient']:.1e}" if result.figures else ""
-            line = f"{result.verdict:8} {worst:8} {result.seconds:5.1f} s  {result.layout}"
+            shown = f"{result.verdict:8} {worst:8} {result.seconds:5.1f} s  {result.layout}"
             if result.flips:
-                line += f" · {result.flips} flips, replayed"
+                shown += f" · {result.flips} flips, replayed"
             if result.verdict in ("broken", "error"):
-                line += f"\n    {result.error or result.broken}"
+                shown += f"\n    {result.error or result.broken}"
             rest = (time.perf_counter() - started) / number * (len(chosen) - number)
-            print(f"{number:5}/{len(chosen)} eta {rest / 60:3.0f}m  {line}", flush=True)
+            print(f"{number:5}/{len(chosen)} eta {rest / 60:3.0f}m  {shown}", flush=True)
             cell, ranks = dict(result.layout.cell), result.layout.ranks
             record: dict[str, Any] = {"layout": cell, "ranks": ranks, "code": composition.code()}
             record |= {"verdict": result.verdict, "figures": result.figures, "refusal": result.refusal}
             record["flips"] = result.flips
-            print(json.dumps(record | {"seconds": round(result.seconds, 2)}), file=file, flush=True)
+            file.write(composition.line(record | {"seconds": round(result.seconds, 2)}))
+            file.flush()
     print(f"{counts} in {time.perf_counter() - started:.0f} s")
     if options.all and not fixed:
-        composition.write(composition.read(options.results), AXES, BARS)
+        composition.write(composition.read(path), AXES, BARS)
         print(f"written: {composition.PAGE.relative_to(ROOT)}")
     return int(bool(counts.get("broken") or counts.get("error")))
 

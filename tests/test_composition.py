@@ -71,10 +71,29 @@ def test_a_run_adds_its_results_and_a_resumed_one_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "a folder" / "results.jsonl"
+    path.parent.mkdir()
+    path.write_text(composition.line(ROWS[0] | {"code": "other"}))
     refused = layout(dp="fsdp 2", reshard="always", pp="2", schedule="ZBVZeroBubble")
     monkeypatch.setattr(matrix, "spread", lambda seed: [layout(tied="true"), refused])
     assert matrix.main(["--results", str(path)]) == 0
     assert [each["verdict"] for each in composition.read(path)] == ["refused", "proven"]
+    assert len(path.read_text().splitlines()) == 2
     capsys.readouterr()
     assert matrix.main(["--results", str(path), "--resume"]) == 0
     assert "'refused': 1}" in capsys.readouterr().out
+
+
+def test_every_layout_is_kept_in_the_repository_and_then_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PAGE", "PICTURE", "RECORD"):
+        monkeypatch.setattr(composition, name, tmp_path / name)
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    given = layout(dp="fsdp 2", reshard="always", pp="2", schedule="ZBVZeroBubble", model=FAMILIES[0])
+    monkeypatch.setattr(matrix, "main_layouts", lambda product_ranks: [given])
+    assert matrix.main(["--all", "--set", "dp=fsdp 2"]) == 0
+    assert not composition.PAGE.exists()
+    assert matrix.main(["--all", "--resume"]) == 0
+    assert composition.RECORD.read_text().count("\n") == 2
+    assert [row["layout"] for row in composition.read(composition.RECORD)] == [dict(given.cell)]
+    assert "1 layouts of up to" in composition.PAGE.read_text()
