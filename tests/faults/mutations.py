@@ -158,7 +158,7 @@ def words(draw: random.Random) -> list[str]:
 def check(argv: list[str]) -> None:
     """All that components/start.py checks before it prepares data and starts ranks."""
     config, settings = start.check(argv, {"NGPU": "4"})
-    warnings(config, resolve_degrees(config, settings.world_size), settings.ranks)
+    warnings(config, resolve_degrees(config, settings.world_size), settings.ranks, on_cpu=True)
 
 
 class Mutations:
