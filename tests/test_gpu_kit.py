@@ -16,6 +16,9 @@ from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS
 from tests.benchmarks.peers.ours import sizes, words
 from tests.small import RECIPE, SMALL
 
+SHORT = ("--training.seq_len", "64")
+"""Products of bfloat16 take minutes where the CPU has no instructions for them."""
+
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="it is for machines without a GPU")
 
 
@@ -47,6 +50,7 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
 
 def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refused() -> None:
     (path,) = (path for path in PATHS if path.name == "bfloat16, plain attention")
+    path = replace(path, run=SHORT)
     assert kit.check(replace(path, bars=(0.0, 0.0)))["verdict"] == "broken"
     found = kit.check(replace(path, words=("--model.attention_kernel", "flex")))
     assert found["verdict"] == "refused"
@@ -55,6 +59,7 @@ def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refuse
 
 def test_bits_that_differ_are_counted() -> None:
     (same,) = (same for same in SAME_BITS if same.name == "states on the host, AdamW")
+    same = replace(same, run=("--training.mixed_precision_param", "float32", *SHORT))
     assert kit.check_bits(same) == {"verdict": "holds", "differ": 0}
     broken = kit.check_bits(replace(same, words=("--optimizer.lr", "1e-2")))
     assert broken["verdict"] == "broken"
