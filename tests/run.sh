@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must pass before a commit: lint, format, types, tests, and the short convergence runs.
 # Words given go to pytest, and are all that is tested then.
-# With --all first: then the whole matrix too, three hours on two cores.
+# With --all first: then the whole matrix too, two hours or more on two cores.
 set -euo pipefail
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/../run_train.sh"
