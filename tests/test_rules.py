@@ -348,14 +348,3 @@ def test_a_pipeline_that_is_mostly_idle_is_warned_of() -> None:
 
 if __name__ == "__main__":
     REFUSALS.write_text(refusals())
-
-
-@pytest.mark.parametrize("supported", [True, False])
-def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
-    config = config_of("--training.mixed_precision_param", "bfloat16")
-    found = warnings(config, resolve_degrees(config, 1), 1, on_cpu=True)
-    assert found == [] if supported else "no instructions for it" in found[0]
-    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=False) == []
-    config = config_of("--training.mixed_precision_param", "float32")
-    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []

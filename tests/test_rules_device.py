@@ -1,12 +1,14 @@
-"""Settings that a device or an installation cannot have, each refused with its reason."""
+"""Settings that a device or an installation cannot have, each refused with its reason, or warned of."""
 
 import importlib.util
 import types
 
 import pytest
+import torch
 
 from components.config import ConfigError
-from parallelize.rules import check_device
+from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_device, warnings
 from tests.test_rules import ASYNC, COMPILE, KERNEL, config_of
 
 
@@ -34,3 +36,14 @@ def test_inductor_under_a_path_with_a_space_is_refused(monkeypatch: pytest.Monke
     check_device(config_of(*COMPILE), (9, 0))
     check_device(config_of(*COMPILE, "--compile.backend", "aot_eager"), None)
     check_device(config_of(), None)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: supported)
+    config = config_of("--training.mixed_precision_param", "bfloat16")
+    found = warnings(config, resolve_degrees(config, 1), 1, on_cpu=True)
+    assert found == [] if supported else "no instructions for it" in found[0]
+    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=False) == []
+    config = config_of("--training.mixed_precision_param", "float32")
+    assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []
