@@ -45,5 +45,7 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monk
     found = warnings(config, resolve_degrees(config, 1), 1, on_cpu=True)
     assert found == [] if supported else "no instructions for it" in found[0]
     assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=False) == []
+    dry = config_of("--training.mixed_precision_param", "bfloat16", "--comm.mode", "fake_backend")
+    assert warnings(dry, resolve_degrees(dry, 1), 1, on_cpu=True) == []
     config = config_of("--training.mixed_precision_param", "float32")
     assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []

@@ -305,7 +305,8 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: b
             f'quantize.linear.float8.recipe_name = "{recipe}": scales are shared by tokens or rows that lie on one '
             "rank, so that numbers depend on the layout; rowwise_with_gw_hp does not"
         )
-    if on_cpu and config.training.mixed_precision_param == "bfloat16" and not _multiplies_bfloat16():
+    computes_on_cpu = on_cpu and config.comm.mode != "fake_backend"
+    if computes_on_cpu and config.training.mixed_precision_param == "bfloat16" and not _multiplies_bfloat16():
         found.append(
             'training.mixed_precision_param = "bfloat16": this CPU has no instructions for it, and a step may take ten '
             'times as long as in "float32" or more'
