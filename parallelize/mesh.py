@@ -130,7 +130,8 @@ class Mesh:
         sizes = sizes | {"pp": degrees.pp} if pipeline_first else {"pp": degrees.pp} | sizes
         sizes |= {"tp": degrees.tp}
         self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        self._batch = self._weights._unflatten("fsdp", (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
+        fsdp = tuple(sizes).index("fsdp")  # torch 2.11 refuses a name
+        self._batch = self._weights._unflatten(fsdp, (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._made: dict[str, DeviceMesh] = {}
         """Of _ON_DEMAND, by dimension."""

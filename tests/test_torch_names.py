@@ -151,6 +151,8 @@ def test_another_torch_is_refused_only_for_what_the_layout_uses(monkeypatch: pyt
     ("ranks", "words", "parts"),
     [
         (1, (), set()),
+        (1, ("--model.name", "qwen3_moe"), set()),
+        (2, ("--model.name", "qwen3_moe"), {"experts"}),
         (2, (CP, "2"), {"ring", "attention in steps"}),
         (2, (CP, "2", "--parallelism.context_parallel_method", "ulysses"), {"ulysses"}),
         (2, (PP, "2", f"{PP[:-7]}_sequence_splits", "2"), {"pipeline", "attention in steps", "tables of actions"}),

@@ -79,6 +79,7 @@ PRIVATE: dict[str, dict[str, str]] = {
 
 def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
     """Whether a layout uses each part of PRIVATE."""
+    wrapped = degrees.world_size > 1 or config.training.enable_cpu_offload or config.training.dtype != "float32"
     checkpointing, splits = config.activation_checkpoint, config.parallelism.pipeline_parallel_sequence_splits > 1
     return dict.fromkeys(PRIVATE, False) | {
         "every run": True,
@@ -88,7 +89,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
         "memory snapshots": config.profiling.enable_memory_snapshot,
         "tensor parallel": degrees.tp > 1,
         config.parallelism.context_parallel_method: degrees.cp > 1,
-        "experts": hasattr(sizes_of(config), "n_experts"),
+        "experts": hasattr(sizes_of(config), "n_experts") and wrapped,
         "expert parallel": degrees.ep > 1,
         "attention in steps": splits or (degrees.cp > 1 and config.parallelism.context_parallel_method == "ring"),
         "pipeline": degrees.pp > 1,
