@@ -34,7 +34,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     functorch.donated_buffer = not splits_backward(parallelism)
-    # Training has one shape and validation another: graphs of any shape would take longer to compile and to run.
+    # Training has one shape and validation another: graphs of any shape take longer to compile.
     how: dict[str, Any] = {"backend": config.backend, "dynamic": False}
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
