@@ -3,12 +3,12 @@
 They do one case after another, so that a layout costs a second and not six.
 """
 
-import atexit
 import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import tempfile
 import threading
@@ -91,11 +91,13 @@ _MOST_KEPT, _MOST_CASES = 16, 256
 """Ranks that are kept, in all; and cases of one world, by its ranks: each case leaves its groups' threads."""
 
 
-@atexit.register
 def _end_kept() -> None:
-    """Before multiprocessing waits for them."""
     for ranks in _kept.values():
         ranks.end()
+
+
+# Before multiprocessing waits for them, which it does in its own processes too.
+multiprocessing.util.Finalize(None, _end_kept, exitpriority=0)
 
 
 def kept_ranks(count: int, work: Work) -> Ranks:
