@@ -12,6 +12,7 @@ from models.llama import FLAVORS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from tests.benchmarks.gpu import __main__ as kit
+from tests.benchmarks.gpu import checks
 from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS
 from tests.benchmarks.peers.ours import sizes, words
 from tests.small import RECIPE, SMALL
@@ -40,6 +41,7 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
     assert "1 left: the same command goes on" in printed
     rows = (tmp_path / "results.jsonl").read_text().splitlines()
     assert [*map(list, map(json.loads, rows))] == [
+        ["machine"],
         ["bfloat16, plain attention"],
         ["debug, 2 × 128, eager, checkpointing full: here"],
         ["profile"],
@@ -51,8 +53,8 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
 def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refused() -> None:
     (path,) = (path for path in PATHS if path.name == "bfloat16, plain attention")
     path = replace(path, run=SHORT)
-    assert kit.check(replace(path, bars=(0.0, 0.0)))["verdict"] == "broken"
-    found = kit.check(replace(path, words=("--model.attention_kernel", "flex")))
+    assert checks.check(replace(path, bars=(0.0, 0.0)))["verdict"] == "broken"
+    found = checks.check(replace(path, words=("--model.attention_kernel", "flex")))
     assert found["verdict"] == "refused"
     assert found["why"].endswith("FlexAttention has no backward on a CPU")
 
@@ -60,8 +62,8 @@ def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refuse
 def test_bits_that_differ_are_counted() -> None:
     (same,) = (same for same in SAME_BITS if same.name == "states on the host, AdamW")
     same = replace(same, run=("--training.mixed_precision_param", "float32", *SHORT))
-    assert kit.check_bits(same) == {"verdict": "holds", "differ": 0}
-    broken = kit.check_bits(replace(same, words=("--optimizer.lr", "1e-2")))
+    assert checks.check_bits(same) == {"verdict": "holds", "differ": 0}
+    broken = checks.check_bits(replace(same, words=("--optimizer.lr", "1e-2")))
     assert broken["verdict"] == "broken"
     assert broken["differ"] > 0
 

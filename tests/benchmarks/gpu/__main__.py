@@ -2,7 +2,9 @@
 
 python -m tests.benchmarks.gpu                      all of it, on the first GPU; goes on where it was stopped
 python -m tests.benchmarks.gpu --seconds 540        begins nothing that could end later than that
+python -m tests.benchmarks.gpu --processes 6        as many checks at once; speeds are measured one after another
 python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name
+python -m tests.benchmarks.gpu --tables             the tables of what is in --folder; needs no GPU
 python -m tests.benchmarks.gpu --nccl               the layouts of the matrix, on as many GPUs as there are
 python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
 
@@ -18,53 +20,26 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 # A rank is forked from a process that may ask for GPUs but not use one.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import torch
 
-from components.config import ROOT, ConfigError, Model
+from components.config import ROOT, Model
 from components.metrics import git_revision, peak_flops
 from models import meta_model
 from tests import matrix
-from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS, TINY, FastPath, SameBits, Step
+from tests.benchmarks.gpu.checks import Row, Work, at_once, checks
+from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, STEPS, TINY, Step
 from tests.benchmarks.peers import sides
-from tests.figures import figures
-from tests.harness import observe
 from tests.layouts import main_layouts
 
 MOST_SECONDS = 240
 """Of a side: compiling 8B takes a minute or two."""
-Row = dict[str, Any]
-
-
-def check(path: FastPath) -> Row:
-    """Errors of loss and worst gradient against float32 on the CPU; or why the path is refused on this device."""
-    run = (*SIZES, *path.run)
-    float32 = ("--training.mixed_precision_param", "float32")
-    reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
-    try:
-        found = figures(observe(*run, *path.words, steps=1), reference)
-    except RuntimeError as error:
-        refused = ConfigError.__name__ in str(error)
-        return {"verdict": "refused" if refused else "error", "why": str(error).strip().splitlines()[-1]}
-    errors = {"loss": found["loss"], "gradient": found["gradient"]}
-    held = all(error <= bar for error, bar in zip(errors.values(), path.bars, strict=True))
-    return {"verdict": "holds" if held else "broken", **errors}
-
-
-def check_bits(same: SameBits) -> Row:
-    """How many parameters differ after three steps beside what may change none."""
-    given = (*SIZES, *same.run)
-    before = observe(*given, steps=3).weights
-    after = observe(*given, *same.words, steps=3, mutate=same.mutate).weights
-    differ = sum(not torch.equal(before[name], weight) for name, weight in after.items())
-    return {"verdict": "broken" if differ else "holds", "differ": differ}
 
 
 def time_of(side: str, step: Step, device: str) -> Row:
@@ -97,18 +72,23 @@ def flops(step: Step) -> tuple[int, int]:
     return meta_model(Model(name="llama", flavor=step.flavor)).flops_per_token(step.seq)
 
 
-def speed(step: Step, row: Row, device: str) -> tuple[float, str]:
+def speed(step: Step, row: Row, device_name: str) -> tuple[float, str]:
     """Tokens a second, and the model's FLOP/s over the device's peak."""
     tokens = step.batch * step.seq / row["wall"]
-    peak = peak_flops(torch.cuda.get_device_name()) if device == "cuda" else None
+    peak = peak_flops(device_name)
     return tokens, " / ".join(f"{tokens * count / peak:.1%}" for count in flops(step)) if peak else ""
 
 
-def tables(rows: dict[str, Row], steps: list[Step], device: str) -> str:
+def machine() -> Row:
+    """What measures."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"name": name, "torch": torch.__version__, "revision": (git_revision()["revision"] or "unknown")[:7]}
+
+
+def tables(rows: dict[str, Row], steps: list[Step]) -> str:
     """Markdown of all results."""
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    revision = (git_revision()["revision"] or "unknown")[:7]
-    lines = [f"{name}, torch {torch.__version__}, revision {revision}.", ""]
+    device_name = rows["machine"]["name"]
+    lines = [f"{device_name}, torch {rows['machine']['torch']}, revision {rows['machine']['revision']}.", ""]
     lines += ["| against float32 on the CPU | error of the loss | of the worst gradient | |", "|---|---|---|---|"]
     for path in PATHS:
         if row := rows.get(path.name):
@@ -125,11 +105,11 @@ def tables(rows: dict[str, Row], steps: list[Step], device: str) -> str:
             continue
         shown = [row.get("why", ""), "", ""]
         if "wall" in row:
-            tokens, mfu = speed(step, row, device)
+            tokens, mfu = speed(step, row, device_name)
             shown = [f"{tokens:,.0f}", mfu, f"{row['peak_bytes'] / 2**30:.1f}"]
         for side in ("bare loop", "torchtitan"):
             other = rows.get(f"{step.name}: {side}", {})
-            shown.append(f"{speed(step, other, device)[0]:,.0f}" if "wall" in other else other.get("why", ""))
+            shown.append(f"{speed(step, other, device_name)[0]:,.0f}" if "wall" in other else other.get("why", ""))
         lines.append(f"| {step.name} | {' | '.join(shown)} |")
     if found := rows.get("profile"):
         lines += ["", f"| operation, {found['step']} | ms |", "|---|---|"]
@@ -137,12 +117,8 @@ def tables(rows: dict[str, Row], steps: list[Step], device: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def todo(paths: list[FastPath], steps: list[Step], device: str) -> Iterator[tuple[str, Callable[[], Row]]]:
-    """Name -> what makes its row."""
-    for path in paths:
-        yield path.name, partial(check, path)
-    for same in SAME_BITS:
-        yield same.name, partial(check_bits, same)
+def times(steps: list[Step], device: str) -> Iterator[Work]:
+    """What needs the machine for itself."""
     for step in steps:
         for side in step.sides:
             yield f"{step.name}: {side}", partial(time_of, side, step, device)
@@ -166,11 +142,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--only", default="")
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "gpu")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--tables", action="store_true")
     parser.add_argument("--nccl", action="store_true")
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args(argv)
     started = time.monotonic()
-    if not options.cpu and not torch.cuda.is_available():
+    if not options.cpu and not options.tables and not torch.cuda.is_available():
         print("there is no GPU that this torch can use (--cpu runs a few small steps without one)", file=sys.stderr)
         return 2
     if options.nccl:
@@ -182,25 +160,30 @@ def main(argv: list[str]) -> int:
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
         rows |= json.loads(line)
 
-    def room() -> bool:
-        return time.monotonic() - started + MOST_SECONDS <= options.seconds
-
-    def add(name: str, make: Callable[[], Row]) -> None:
-        rows[name] = make()
+    def add(name: str, row: Row) -> None:
+        rows[name] = row
         with open(results, "a", encoding="utf-8") as file:
-            print(json.dumps({name: rows[name]}), file=file)
-        print(f"{time.monotonic() - started:6.0f} s  {name}  {rows[name]}", flush=True)
+            print(json.dumps({name: row}), file=file)
+        print(f"{time.monotonic() - started:6.0f} s  {name}  {row}", flush=True)
 
-    wanted = [(name, make) for name, make in todo(PATHS, steps, device) if options.only in name and name not in rows]
-    for name, make in wanted:
-        if room():
-            add(name, make)
-    timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
-    if timed and "profile" not in rows and all(name in rows for name, _ in wanted) and room():
-        best = max(timed, key=lambda step: speed(step, rows[f"{step.name}: here"], device)[0] * flops(step)[0])
-        add("profile", lambda: profile(best, device, options.folder))
-    (options.folder / "tables.md").write_text(tables(rows, steps, device), encoding="utf-8")
-    left = sum(name not in rows for name, _ in wanted)
+    last = started + options.seconds - MOST_SECONDS
+    left = 0
+    if not options.tables:
+        if rows.get("machine") != machine():
+            add("machine", machine())
+        for processes, all_of_them in ((options.processes, checks()), (1, times(steps, device))):
+            wanted = [(name, make) for name, make in all_of_them if options.only in name and name not in rows]
+            for name, row in at_once(processes, last, wanted):
+                if row is None:
+                    left += 1
+                else:
+                    add(name, row)
+        timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
+        if timed and "profile" not in rows and not left and time.monotonic() <= last:
+            device_name = rows["machine"]["name"]
+            best = max(timed, key=lambda step: speed(step, rows[f"{step.name}: here"], device_name)[0] * flops(step)[0])
+            add("profile", profile(best, device, options.folder))
+    (options.folder / "tables.md").write_text(tables(rows, steps), encoding="utf-8")
     print(f"written: {options.folder / 'tables.md'}" + f"; {left} left: the same command goes on" * bool(left))
     return int(any(row.get("verdict") in ("broken", "error") for row in rows.values()))
 

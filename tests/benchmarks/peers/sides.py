@@ -53,12 +53,13 @@ def measure(side: str, job: Job, seconds: float = 1200) -> dict[str, float]:
     count = 1
     for degree in job["layout"].values():
         count *= degree
+    paths = [*([str(FOLDER / side)] if side in PEERS else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
     shared = {
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONPATH": os.pathsep.join([str(FOLDER / side), str(ROOT)] if side in PEERS else [str(ROOT)]),
+        "PYTHONPATH": os.pathsep.join(paths),
     }
     if job["device"] == "cpu":
         shared |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
