@@ -1,18 +1,23 @@
-"""The operations that no eager step does without, one after another: its matrix products, attention, the loss, the
+"""The operations that no eager step does without, one after another: its matrix products, attention, norms, rotary
+positions, SwiGLU, sums of the residual stream, embedding, loss, conversions to its precision and back, gradient norm,
 update, and between ranks the fewest collectives.
 
-Norms, rotary positions, SwiGLU, sums of the residual stream, gradient clipping, and all that autograd and
-`fully_shard` do are left out, so a step takes longer. See clock.py.
+What autograd does between operations, all that `fully_shard` does, and the loop are left out, so a step takes longer.
+See clock.py.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from components.launch.memory import keep_freed_memory
 from models.attention import AttentionCore, Visibility
 from models.llama import Llama
 from models.loss import cross_entropy, linear_cross_entropy
+from models.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
 from parallelize.groups import init_distributed
 from parallelize.precision import set_product_precision
 from tests.benchmarks.peers.clock import Clock, Job, job
@@ -40,6 +45,29 @@ def attention(given: Job, dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
     return [tensor.requires_grad_() for tensor in inputs], of_out
 
 
+Operation = tuple[Callable[..., Tensor], list[Tensor], Tensor]
+"""A function, its inputs, and the gradient of its result."""
+
+
+def between_products(given: Job, dtype: torch.dtype) -> list[Operation]:
+    """The operations of a layer that are neither products nor attention; sums of the residual stream are in main."""
+    rows = given["batch"], given["seq"]
+    dim, size = given["dim"], given["dim"] // given["heads"]
+    positions = torch.arange(given["seq"]).expand(rows)
+    cos, sin = rotary_cos_sin(positions, rotary_frequencies(size, 500000.0, None, positions.device))
+
+    def operation(function: Callable[..., Tensor], *shapes: tuple[int, ...]) -> Operation:
+        inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+        return function, inputs, torch.randn_like(function(*inputs))
+
+    norm = operation(lambda x, weight: F.rms_norm(x, (dim,), weight, 1e-5), (*rows, dim), (dim,))
+    rotary = [
+        operation(lambda x: apply_rotary(x, cos, sin), (*rows, heads, size))
+        for heads in (given["heads"], given["kv_heads"])
+    ]
+    return [norm, norm, *rotary, operation(lambda gate, up: F.silu(gate) * up, *2 * [(*rows, given["ffn"])])]
+
+
 def main() -> None:
     keep_freed_memory()
     given = job()
@@ -58,19 +86,33 @@ def main() -> None:
     layers = operands(list(model.layers.modules()), tokens, dtype)
     inputs, of_out = attention(given, dtype)
     core, visible = AttentionCore(), Visibility()(torch.arange(given["seq"]).expand(given["batch"], -1), None)
+    small, (norm, of_norm, of_normed) = between_products(given, dtype), between_products(given, dtype)[0]
     hidden = torch.randn(given["batch"], given["seq"], given["dim"], dtype=dtype, requires_grad=True)
+    stream = hidden.detach()
     labels = torch.randint(given["vocab"], (given["batch"], given["seq"]))
     assert model.output is not None
-    head = model.output.weight
+    assert model.tok_embeddings is not None
+    table, head = model.tok_embeddings.weight, model.output.weight
     count = sum(parameter.numel() for parameter in model.parameters())
     gradient, weights = torch.zeros(count), torch.zeros(count, dtype=dtype)
     while True:
         clock.tick()
+        if dtype != torch.float32:
+            [parameter.to(dtype) for parameter in owned]
+        torch.autograd.grad(F.embedding(labels, table), table, stream)
         multiply(layers)
         for _ in range(config.n_layers):
             torch.autograd.grad(core(*inputs, visible), inputs, of_out)
+            for function, of_layer, of_result in small:
+                torch.autograd.grad(function(*of_layer), of_layer, of_result)
+            for _ in range(4):  # two sums of the residual stream, and two of its gradients
+                stream + stream
+        torch.autograd.grad(norm(*of_norm), of_norm, of_normed)
         torch.autograd.grad(linear_cross_entropy(hidden, head, labels, cross_entropy), (hidden, head))
+        if dtype != torch.float32:
+            weights.float()  # gradients
         exchange(layout, gradient, weights)
+        torch.nn.utils.get_total_norm([parameter.grad for parameter in owned if parameter.grad is not None])
         optimizer.step()
 
 
