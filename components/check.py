@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
-from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
+from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.data.cache import data_spec
 from components.data.sources import BadRecord, find_files, read_documents
 from components.data.stream import check_stream, is_stream
@@ -135,7 +135,7 @@ def memory(job: Job) -> str:
     """What a dry run of rank 0 holds, against the device."""
     command = [sys.executable, "-P", "-m", "components.dry_run", *job.argv, "--comm.mode", "fake_backend"]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-    environment = {**os.environ, **numbers, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **numbers, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     found = re.search(r"highest point +([\d.]+) GiB", done.stdout)
     if found is None:

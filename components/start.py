@@ -14,7 +14,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
+from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.launch.exit_codes import ExitCode
 from components.launch.process import preload
 from components.launch.settings import Settings, gpus, read_settings, wrong
@@ -173,9 +173,8 @@ def rehearse(settings: Settings, argv: list[str]) -> int:
 
 def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int:
     """The exit code of a module in a process of its own."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-P", "-m", module, *argv]
-    return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": path}).returncode
+    return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": python_path()}).returncode
 
 
 def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:

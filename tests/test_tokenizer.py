@@ -194,6 +194,13 @@ def test_a_file_on_which_the_library_aborts_is_told(tmp_path: Path) -> None:
     assert try_tokenizer(BUNDLED) == bundled.vocab_size
 
 
+def test_packages_on_pythonpath_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiktoken.py").write_text("raise SystemExit(7)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"breaks down on it \(exit code 7\)"):
+        try_tokenizer(BUNDLED)
+
+
 def test_a_folder_is_searched_in_one_order(tmp_path: Path, trained: Path) -> None:
     save_json_tokenizer(tmp_path)
     assert isinstance(load_tokenizer(str(tmp_path)), JsonTokenizer)

@@ -23,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[2]
 """The repository: relative paths of bundled assets start here."""
 
 
+def python_path() -> str:
+    """PYTHONPATH for processes that run a module of this repository: the user's packages may be on it too."""
+    return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+
 def load_config(argv: list[str]) -> JobConfig:
     """Read `--job.config_file FILE` and the overrides in argv; of two settings of a key the later one counts.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from components.config import ROOT, ConfigError, JobConfig, Training, mistake
+from components.config import ConfigError, JobConfig, Training, mistake, python_path
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, REGISTERED, BadRecord, check_inside, walk
@@ -282,14 +282,13 @@ def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subproc
 
     Raises RuntimeError if the process ends at once.
     """
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Not by multiprocessing: the writer and its workers would import train.py, and thus torch.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "components.data.writer"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": python_path()},
     )
     assert process.stdin
     assert process.stdout

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from components.config import ROOT, ConfigError
+from components.config import ROOT, ConfigError, python_path
 from components.config.keys import short
 from components.files import inside, read_json_as, write_json
 from components.launch.exit_codes import ExitCode
@@ -180,7 +180,7 @@ def try_tokenizer(path: str) -> int:
     """
     file = find_tokenizer(path)
     command = [sys.executable, "-P", "-m", "components.data.tokenizer", "try", "--input", str(file.absolute())]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
     if done.returncode == ExitCode.CONFIG:
         raise ConfigError(done.stderr.strip())
