@@ -3,7 +3,7 @@
 python -m tests.benchmarks.gpu                      all of it, on the first GPU; goes on where it was stopped
 python -m tests.benchmarks.gpu --seconds 540        begins nothing that could end later than that
 python -m tests.benchmarks.gpu --processes 6        as many checks at once; speeds are measured one after another
-python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name
+python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name; of several, in their order
 python -m tests.benchmarks.gpu --tables             the tables of what is in --folder; needs no GPU
 python -m tests.benchmarks.gpu --nccl               the layouts of the matrix, on as many GPUs as there are
 python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
@@ -97,7 +97,7 @@ def tables(rows: dict[str, Row], steps: list[Step]) -> str:
     lines += ["", "| with and without it, three steps | parameters that differ | |", "|---|---|---|"]
     for same in SAME_BITS:
         if row := rows.get(same.name):
-            lines.append(f"| {same.name} | {row['differ']} | {row['verdict']} |")
+            lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']} {row.get('why', '')} |")
     lines += ["", "| a step | tokens/s | MFU, attention full / half | peak, GiB | bare loop | torchtitan |"]
     lines += ["|---|---|---|---|---|---|"]
     for step in steps:
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     """1 if a path does not hold, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "gpu")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--tables", action="store_true")
@@ -172,8 +172,9 @@ def main(argv: list[str]) -> int:
         if rows.get("machine") != machine():
             add("machine", machine())
         for processes, all_of_them in ((options.processes, checks()), (1, times(steps, device))):
-            wanted = [(name, make) for name, make in all_of_them if options.only in name and name not in rows]
-            for name, row in at_once(processes, last, wanted):
+            work = dict(all_of_them)
+            chosen = [name for words in options.only for name in work if words in name and name not in rows]
+            for name, row in at_once(processes, last, [(name, work[name]) for name in dict.fromkeys(chosen)]):
                 if row is None:
                     left += 1
                 else:

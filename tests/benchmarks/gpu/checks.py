@@ -23,8 +23,8 @@ def check(path: FastPath) -> Row:
     """Errors of loss and worst gradient against float32 on the CPU; or why the path is refused on this device."""
     run = (*SIZES, *path.run)
     float32 = ("--training.mixed_precision_param", "float32")
-    reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
     try:
+        reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
         found = figures(observe(*run, *path.words, steps=1), reference)
     except RuntimeError as error:
         refused = ConfigError.__name__ in str(error)
@@ -37,8 +37,11 @@ def check(path: FastPath) -> Row:
 def check_bits(same: SameBits) -> Row:
     """How many parameters differ after three steps beside what may change none."""
     given = (*SIZES, *same.run)
-    before = observe(*given, steps=3).weights
-    after = observe(*given, *same.words, steps=3, mutate=same.mutate).weights
+    try:
+        before = observe(*given, steps=3).weights
+        after = observe(*given, *same.words, steps=3, mutate=same.mutate).weights
+    except RuntimeError as error:
+        return {"verdict": "error", "why": str(error).strip().splitlines()[-1]}
     differ = sum(not torch.equal(before[name], weight) for name, weight in after.items())
     return {"verdict": "broken" if differ else "holds", "differ": differ}
 
