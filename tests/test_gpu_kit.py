@@ -1,7 +1,9 @@
 """python -m tests.benchmarks.gpu without a GPU: its paths, its tables, and that it goes on where it stopped."""
 
 import json
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,27 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
     ]
     assert kit.main([*given, "--only", "checkpointing full: here"]) == 0
     assert (tmp_path / "results.jsonl").read_text().splitlines() == rows
+    (tmp_path / "tables.md").unlink()
+    assert kit.main(["--tables", "--folder", str(tmp_path)]) == 0
+    assert (tmp_path / "tables.md").read_text() == tables
+    assert kit.main(["--tables", "--folder", str(tmp_path / "none")]) == 2
+    assert "there are no results in" in capsys.readouterr().err
+
+
+def test_what_was_measured_is_in_the_tables() -> None:
+    rows = map(json.loads, (Path(kit.__file__).parent / "results.jsonl").read_text().splitlines())
+    known = {name for name, _ in (*checks.checks(), *kit.times(STEPS, "cuda"))}
+    assert {name for row in rows for name in row} - known == {"machine", "profile"}
+
+
+def test_checks_at_once_leave_out_what_would_begin_late() -> None:
+    """Words that are no path's are said by a row."""
+    path = replace(PATHS[0], words=("--no.such", "key"))
+    work = [(name, partial(checks.check, path)) for name in ("one", "other")]
+    assert {*checks.at_once(2, 0.0, work)} == {("one", None), ("other", None)}
+    found = dict(checks.at_once(2, time.monotonic() + 60, work))
+    assert {row["verdict"] for row in found.values() if row} == {"refused"}
+    assert len(found) == 2
 
 
 def test_a_path_beyond_its_bar_is_broken_and_one_that_the_device_lacks_is_refused() -> None:

@@ -85,7 +85,12 @@ def machine() -> Row:
     return {"name": name, "torch": torch.__version__, "revision": (git_revision()["revision"] or "unknown")[:7]}
 
 
-def tables(rows: dict[str, Row], steps: list[Step]) -> str:
+def because(row: Row) -> str:
+    """Why a row has no figures, after a colon."""
+    return f": {row['why']}" if "why" in row else ""
+
+
+def tables(rows: dict[str, Row]) -> str:
     """Markdown of all results."""
     device_name = rows["machine"]["name"]
     lines = [f"{device_name}, torch {rows['machine']['torch']}, revision {rows['machine']['revision']}.", ""]
@@ -93,14 +98,14 @@ def tables(rows: dict[str, Row], steps: list[Step]) -> str:
     for path in PATHS:
         if row := rows.get(path.name):
             errors = [f"{row[figure]:.1e}" if figure in row else "" for figure in ("loss", "gradient")]
-            lines.append(f"| {path.name} | {' | '.join(errors)} | {row['verdict']} {row.get('why', '')} |")
+            lines.append(f"| {path.name} | {' | '.join(errors)} | {row['verdict']}{because(row)} |")
     lines += ["", "| with and without it, three steps | parameters that differ | |", "|---|---|---|"]
     for same in SAME_BITS:
         if row := rows.get(same.name):
-            lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']} {row.get('why', '')} |")
+            lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']}{because(row)} |")
     lines += ["", "| a step | tokens/s | MFU, attention full / half | peak, GiB | bare loop | torchtitan |"]
     lines += ["|---|---|---|---|---|---|"]
-    for step in steps:
+    for step in (*STEPS, *TINY):
         if not (row := rows.get(f"{step.name}: here")):
             continue
         shown = [row.get("why", ""), "", ""]
@@ -159,6 +164,9 @@ def main(argv: list[str]) -> int:
     rows: dict[str, Row] = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
         rows |= json.loads(line)
+    if options.tables and not rows:
+        print(f"there are no results in {options.folder}", file=sys.stderr)
+        return 2
 
     def add(name: str, row: Row) -> None:
         rows[name] = row
@@ -184,7 +192,7 @@ def main(argv: list[str]) -> int:
             device_name = rows["machine"]["name"]
             best = max(timed, key=lambda step: speed(step, rows[f"{step.name}: here"], device_name)[0] * flops(step)[0])
             add("profile", profile(best, device, options.folder))
-    (options.folder / "tables.md").write_text(tables(rows, steps), encoding="utf-8")
+    (options.folder / "tables.md").write_text(tables(rows), encoding="utf-8")
     print(f"written: {options.folder / 'tables.md'}" + f"; {left} left: the same command goes on" * bool(left))
     return int(any(row.get("verdict") in ("broken", "error") for row in rows.values()))
 

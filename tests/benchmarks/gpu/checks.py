@@ -27,8 +27,9 @@ def check(path: FastPath) -> Row:
         reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
         found = figures(observe(*run, *path.words, steps=1), reference)
     except RuntimeError as error:
-        refused = ConfigError.__name__ in str(error)
-        return {"verdict": "refused" if refused else "error", "why": str(error).strip().splitlines()[-1]}
+        said = str(error).strip().splitlines()[-1]
+        refused = ConfigError.__name__ in said
+        return {"verdict": "refused" if refused else "error", "why": said.rpartition(f"{ConfigError.__name__}: ")[2]}
     errors = {"loss": found["loss"], "gradient": found["gradient"]}
     held = all(error <= bar for error, bar in zip(errors.values(), path.bars, strict=True))
     return {"verdict": "holds" if held else "broken", **errors}
