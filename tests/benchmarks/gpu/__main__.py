@@ -72,17 +72,30 @@ def flops(step: Step) -> tuple[int, int]:
     return meta_model(Model(name="llama", flavor=step.flavor)).flops_per_token(step.seq)
 
 
-def speed(step: Step, row: Row, device_name: str) -> tuple[float, str]:
-    """Tokens a second, and the model's FLOP/s over the device's peak."""
-    tokens = step.batch * step.seq / row["wall"]
+def tokens_per_second(step: Step, row: Row) -> float:
+    return step.batch * step.seq / row["wall"]
+
+
+def mfu(step: Step, row: Row, device_name: str) -> str:
+    """The model's FLOP/s over the device's peak, with attention counted full and half."""
     peak = peak_flops(device_name)
-    return tokens, " / ".join(f"{tokens * count / peak:.1%}" for count in flops(step)) if peak else ""
+    if not peak or "wall" not in row:
+        return ""
+    tokens = tokens_per_second(step, row)
+    return " / ".join(f"{tokens * count / peak:.1%}" for count in flops(step))
 
 
 def machine() -> Row:
     """What measures."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     return {"name": name, "torch": torch.__version__, "revision": (git_revision()["revision"] or "unknown")[:7]}
+
+
+def in_table(step: Step, row: Row) -> str:
+    """Two cells: tokens a second, and GiB at the peak; or why there are none."""
+    if "wall" not in row:
+        return f"{row.get('why', '')} | "
+    return f"{tokens_per_second(step, row):,.0f} | {row['peak_bytes'] / 2**30:.1f}"
 
 
 def because(row: Row) -> str:
@@ -103,19 +116,14 @@ def tables(rows: dict[str, Row]) -> str:
     for same in SAME_BITS:
         if row := rows.get(same.name):
             lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']}{because(row)} |")
-    lines += ["", "| a step | tokens/s | MFU, attention full / half | peak, GiB | bare loop | torchtitan |"]
-    lines += ["|---|---|---|---|---|---|"]
+    shown = ("here", "bare loop", "torchtitan")
+    titles = ["a step", "MFU, attention full / half", *(f"{side}, tokens/s | peak, GiB" for side in shown)]
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * (2 + 2 * len(shown)) + "|"]
     for step in (*STEPS, *TINY):
-        if not (row := rows.get(f"{step.name}: here")):
-            continue
-        shown = [row.get("why", ""), "", ""]
-        if "wall" in row:
-            tokens, mfu = speed(step, row, device_name)
-            shown = [f"{tokens:,.0f}", mfu, f"{row['peak_bytes'] / 2**30:.1f}"]
-        for side in ("bare loop", "torchtitan"):
-            other = rows.get(f"{step.name}: {side}", {})
-            shown.append(f"{speed(step, other, device_name)[0]:,.0f}" if "wall" in other else other.get("why", ""))
-        lines.append(f"| {step.name} | {' | '.join(shown)} |")
+        sides_of_it = [rows.get(f"{step.name}: {side}", {}) for side in shown]
+        if any(sides_of_it):
+            used = mfu(step, sides_of_it[0], device_name)
+            lines.append(f"| {step.name} | {used} | {' | '.join(in_table(step, row) for row in sides_of_it)} |")
     if found := rows.get("profile"):
         lines += ["", f"| operation, {found['step']} | ms |", "|---|---|"]
         lines += [f"| {name[:90]} | {spent:.2f} |" for name, spent in found["milliseconds"].items()]
@@ -189,8 +197,7 @@ def main(argv: list[str]) -> int:
                     add(name, row)
         timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
         if timed and "profile" not in rows and not left and time.monotonic() <= last:
-            device_name = rows["machine"]["name"]
-            best = max(timed, key=lambda step: speed(step, rows[f"{step.name}: here"], device_name)[0] * flops(step)[0])
+            best = max(timed, key=lambda step: tokens_per_second(step, rows[f"{step.name}: here"]) * flops(step)[0])
             add("profile", profile(best, device, options.folder))
     (options.folder / "tables.md").write_text(tables(rows), encoding="utf-8")
     print(f"written: {options.folder / 'tables.md'}" + f"; {left} left: the same command goes on" * bool(left))
