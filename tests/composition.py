@@ -55,16 +55,19 @@ def line(row: Row) -> str:
     return json.dumps(row | {"layout": settings, "figures": figures}) + "\n"
 
 
-def write(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> None:
-    """The page and the picture. axes: the settings of a row that are not in it, such as a model family's, are added."""
+def write(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float], left: int = 0) -> None:
+    """The page and the picture. axes: the settings of a row that are not in it, such as a model family's, are added.
+
+    left: how many layouts of the whole matrix are not among rows.
+    """
     axes = {
         axis: tuple(dict.fromkeys((*values, *(row["layout"][axis] for row in rows)))) for axis, values in axes.items()
     }
-    PAGE.write_text(page(rows, axes, bars), encoding="utf-8")
+    PAGE.write_text(page(rows, axes, bars, left), encoding="utf-8")
     draw(rows, axes, bars["gradient"])
 
 
-def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float]) -> str:
+def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, float], left: int = 0) -> str:
     proven = [row for row in rows if row["verdict"] == "proven"]
     ranks = sorted({row["ranks"] for row in rows})
     by_ranks = Counter((row["ranks"], row["verdict"]) for row in rows)
@@ -81,6 +84,7 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         f"Revision {(git_revision()['revision'] or 'unknown')[:7]}. "
         f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "
         f"{len(proven):,} proven, {sum(refusals.values()):,} refused, {len(others):,} neither.",
+        *([f"{left:,} more were not run with this code: `--all --resume` runs them."] if left else []),
         "",
         "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
         "",

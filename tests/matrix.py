@@ -130,7 +130,10 @@ def main(argv: list[str]) -> int:
             file.flush()
     print(f"{counts} in {time.perf_counter() - started:.0f} s")
     if options.all and not fixed:
-        composition.write(composition.read(path), AXES, BARS)
+        rows = composition.read(path)
+        run = {tuple(row["layout"].items()) for row in rows}
+        left = sum(each.cell not in run for each in main_layouts(options.product_ranks))
+        composition.write(rows, AXES, BARS, left)
         print(f"written: {composition.PAGE.relative_to(ROOT)}")
     return int(bool(counts.get("broken") or counts.get("error")))
 

@@ -90,10 +90,12 @@ def test_every_layout_is_kept_in_the_repository_and_then_on_the_page(
         monkeypatch.setattr(composition, name, tmp_path / name)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     given = layout(dp="fsdp 2", reshard="always", pp="2", schedule="ZBVZeroBubble", model=FAMILIES[0])
-    monkeypatch.setattr(matrix, "main_layouts", lambda product_ranks: [given])
+    larger = layout(dp="ddp 2", cp="4")
+    monkeypatch.setattr(matrix, "main_layouts", lambda product_ranks: [given, larger])
     assert matrix.main(["--all", "--set", "dp=fsdp 2"]) == 0
     assert not composition.PAGE.exists()
-    assert matrix.main(["--all", "--resume"]) == 0
+    assert matrix.main(["--all", "--resume", "--most-ranks", "4"]) == 0
+    assert "1 more were not run with this code" in composition.PAGE.read_text()
     assert composition.RECORD.read_text().count("\n") == 2
     assert [row["layout"] for row in composition.read(composition.RECORD)] == [dict(given.cell)]
     assert "1 layouts of up to" in composition.PAGE.read_text()
