@@ -2,10 +2,12 @@
 positions, SwiGLU, sums of the residual stream, embedding, loss, conversions to its precision and back, gradient norm,
 update, and between ranks the fewest collectives.
 
-What autograd does between operations, all that `fully_shard` does, and the loop are left out, so a step takes longer.
-See clock.py.
+What autograd does between operations, all that `fully_shard` and pipeline stages do, and the loop are left out, so a
+step takes longer. A compiled step fuses what there is between products: there norms, rotary positions, SwiGLU and sums
+count nothing. See clock.py.
 """
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -72,11 +74,19 @@ def main() -> None:
     keep_freed_memory()
     given = job()
     layout: dict[str, int] = given["layout"]
+    stages, micro_batches = layout.get("pp", 1), 1
+    rank = int(os.environ["RANK"])
+    first, last = stages == 1 or rank == 0, stages == 1 or rank == stages - 1
+    if stages > 1:  # a sequence is a micro-batch
+        given, micro_batches = given | {"layers": given["layers"] // stages, "batch": 1}, given["batch"]
     dtype, tokens = getattr(torch, given["dtype"]), given["batch"] * given["seq"]
     device = init_distributed(60)
     set_product_precision("highest", device)
     clock, config = Clock(given), sizes(given)
     kept = Llama(config)
+    for end, here in (("tok_embeddings", first), ("norm", last), ("output", last)):
+        if not here:
+            setattr(kept, end, None)
     shards = layout.get("fsdp", 1)
     owned = [torch.randn(parameter.numel() // shards, requires_grad=True) for parameter in kept.parameters()]
     for parameter in owned:
@@ -86,29 +96,39 @@ def main() -> None:
     layers = operands(list(model.layers.modules()), tokens, dtype)
     inputs, of_out = attention(given, dtype)
     core, visible = AttentionCore(), Visibility()(torch.arange(given["seq"]).expand(given["batch"], -1), None)
-    small, (norm, of_norm, of_normed) = between_products(given, dtype), between_products(given, dtype)[0]
+    small = between_products(given, dtype)
+    norm, of_norm, of_normed = small[0]
     hidden = torch.randn(given["batch"], given["seq"], given["dim"], dtype=dtype, requires_grad=True)
     stream = hidden.detach()
     labels = torch.randint(given["vocab"], (given["batch"], given["seq"]))
-    assert model.output is not None
-    assert model.tok_embeddings is not None
-    table, head = model.tok_embeddings.weight, model.output.weight
     count = sum(parameter.numel() for parameter in model.parameters())
     gradient, weights = torch.zeros(count), torch.zeros(count, dtype=dtype)
+
+    def micro_batch() -> None:
+        if model.tok_embeddings is not None:
+            table = model.tok_embeddings.weight
+            torch.autograd.grad(F.embedding(labels, table), table, stream)
+        multiply(layers)
+        for _ in range(config.n_layers):
+            torch.autograd.grad(core(*inputs, visible), inputs, of_out)
+            for function, of_layer, of_result in () if given["compile"] else small:
+                torch.autograd.grad(function(*of_layer), of_layer, of_result)
+            for _ in range(0 if given["compile"] else 4):  # two sums of the residual stream, and two of its gradients
+                stream + stream
+        if stages > 1:
+            for to in (dist.send, dist.recv) if rank == 0 else (dist.recv, dist.send):
+                to(stream, 1 - rank)
+        if model.output is not None:
+            head = model.output.weight
+            torch.autograd.grad(norm(*of_norm), of_norm, of_normed)
+            torch.autograd.grad(linear_cross_entropy(hidden, head, labels, cross_entropy), (hidden, head))
+
     while True:
         clock.tick()
         if dtype != torch.float32:
             [parameter.to(dtype) for parameter in owned]
-        torch.autograd.grad(F.embedding(labels, table), table, stream)
-        multiply(layers)
-        for _ in range(config.n_layers):
-            torch.autograd.grad(core(*inputs, visible), inputs, of_out)
-            for function, of_layer, of_result in small:
-                torch.autograd.grad(function(*of_layer), of_layer, of_result)
-            for _ in range(4):  # two sums of the residual stream, and two of its gradients
-                stream + stream
-        torch.autograd.grad(norm(*of_norm), of_norm, of_normed)
-        torch.autograd.grad(linear_cross_entropy(hidden, head, labels, cross_entropy), (hidden, head))
+        for _ in range(micro_batches):
+            micro_batch()
         if dtype != torch.float32:
             weights.float()  # gradients
         exchange(layout, gradient, weights)
