@@ -152,6 +152,8 @@ def test_another_torch_is_refused_only_for_what_the_layout_uses(monkeypatch: pyt
     [
         (1, (), set()),
         (1, ("--model.name", "qwen3_moe"), set()),
+        (1, ("--model.name", "qwen3_moe", "--training.enable_cpu_offload", "true"), {"experts"}),
+        (1, ("--model.name", "qwen3_moe", "--training.dtype", "bfloat16"), {"experts"}),
         (2, ("--model.name", "qwen3_moe"), {"experts"}),
         (2, (CP, "2"), {"ring", "attention in steps"}),
         (2, (CP, "2", "--parallelism.context_parallel_method", "ulysses"), {"ulysses"}),

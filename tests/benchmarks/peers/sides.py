@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from components.config import ROOT
+from components.config import ROOT, python_path
 from tests.benchmarks.peers.clock import Job
 
 FOLDER = ROOT / ".cache" / "peers"
@@ -53,7 +53,7 @@ def measure(side: str, job: Job, seconds: float = 1200) -> dict[str, float]:
     count = 1
     for degree in job["layout"].values():
         count *= degree
-    paths = [*([str(FOLDER / side)] if side in PEERS else []), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    paths = [*([str(FOLDER / side)] if side in PEERS else []), python_path()]
     shared = {
         "WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
