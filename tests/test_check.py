@@ -142,3 +142,13 @@ def test_a_clock_that_is_behind_the_newest_checkpoint(
     os.utime(step, (time.time() + 3600,) * 2)
     code, seen = marks(capsys, *words)
     assert (code, "the newest checkpoint is 3" in seen["clock"]) == (2, True)
+
+
+def test_packages_on_pythonpath_are_found_by_the_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torch.py").write_text('raise SystemExit("the torch on PYTHONPATH")')
+    monkeypatch.setattr(check, "CHECKS", {"memory": check.memory})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code, seen = marks(capsys)
+    assert (code, seen["memory"]) == (2, "✗the torch on PYTHONPATH")

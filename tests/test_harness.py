@@ -1,5 +1,6 @@
 """What runs layouts is tested too."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -55,3 +56,14 @@ def test_the_command_fails_where_a_bar_is_broken(monkeypatch: pytest.MonkeyPatch
 def _alive(pid: int) -> bool:
     state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
     return state not in ("", "Z")
+
+
+def test_kept_ranks_end_with_a_process_of_multiprocessing() -> None:
+    """It waits for its children before it ends, and they for another case."""
+    process = multiprocessing.get_context("spawn").Process(target=harness.observe, kwargs={"steps": 1})
+    process.start()
+    try:
+        process.join(120)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
