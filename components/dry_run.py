@@ -26,14 +26,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
+from components import counter_hash
 from components.config import JobConfig, load_config
-from components.counter_hash import CHUNK
 from components.describe import describe
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.optimizer import staged_bytes
 from components.state.init import give_memory
-from models import meta_model
+from models import loss, meta_model
 from parallelize import expert, parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from parallelize.rules import check_layout
@@ -177,15 +177,18 @@ class _Pause:
 def _pretences(meter: Meter) -> Iterator[None]:
     """Updates in one piece: in a CPU's chunks a large model's would be a million operations. Balanced experts.
 
+    The loss takes a GPU's chunks of tokens: a CPU's are smaller, and so is their memory.
+
     The first time that DTensor meets an operation, it calls the operation on fake tensors of global shapes to learn the
     shape of the result. In a run they have no memory; here they are as fake as all others, and are not counted.
     """
-    kept, to_host, lock = dict(CHUNK), expert.to_host, ShardingPropagator._fake_mode_lock
-    CHUNK["cpu"] = sys.maxsize
+    of_update, of_loss = counter_hash.CHUNK["cpu"], loss.CHUNK["cpu"]
+    to_host, lock = expert.to_host, ShardingPropagator._fake_mode_lock
+    counter_hash.CHUNK["cpu"], loss.CHUNK["cpu"] = sys.maxsize, loss.CHUNK["cuda"]
     expert.to_host = lambda sizes, rows: [[rows // sizes.shape[1]] * sizes.shape[1]] * 2
     ShardingPropagator._fake_mode_lock = _Pause(meter)  # type: ignore[assignment]
     yield
-    CHUNK.update(kept)
+    counter_hash.CHUNK["cpu"], loss.CHUNK["cpu"] = of_update, of_loss
     expert.to_host = to_host
     ShardingPropagator._fake_mode_lock = lock
 

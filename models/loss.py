@@ -14,14 +14,14 @@ from torch import Tensor
 CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """(logits (T, V), labels (T,), -100 for none) -> the sum of losses, and its gradient (T, V), both float32."""
 
-_CHUNK = {"cpu": (256, 2**23), "cuda": (1024, 2**29)}
+CHUNK = {"cpu": (256, 2**23), "cuda": (2048, 2**29)}
 """By device: the least tokens of a chunk, and the bytes of its logits in float32 where the vocabulary is small. About a
 cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy, since each chunk adds to the weight's gradient."""
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
     """Tokens of a chunk, for this rank's part of the vocabulary."""
-    least, size = _CHUNK[device_type]
+    least, size = CHUNK[device_type]
     return max(least, size // (4 * vocabulary))
 
 
@@ -62,9 +62,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             gradient = gradient.to(hidden.dtype)
             if of_hidden is not None:
                 torch.mm(gradient, weight, out=of_hidden[rows])
-            if of_weight is not None and weight.dtype == torch.float32:
+            if of_weight is None:
+                continue
+            if weight.dtype == torch.float32:
                 of_weight.addmm_(gradient.T, hidden[rows])
-            elif of_weight is not None:
+            elif weight.is_cuda:  # the product is never rounded, and no other kernel adds it
+                torch.addmm(of_weight, gradient.T, hidden[rows], out_dtype=torch.float32, out=of_weight)
+            else:
                 of_weight += gradient.T @ hidden[rows]
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.weight_dtype = weight.dtype

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from components.config import ROOT, load_config
 from components.dry_run import Meter, held, rehearse
 from components.start import check
 from models import MODELS
+from models.loss import CHUNK
 from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.schedules import number_of_stages
 from tests.harness import observe
@@ -71,10 +73,10 @@ Counted = tuple[int, dict[tuple[str, str], list[int]]]
 
 
 def count_real(run: train.Run) -> Counted:
-    """A step after the first, in which moments are allocated and stages ask each other for shapes."""
+    """A step after the first, in which moments are allocated and stages ask each other for shapes; a GPU's chunks."""
     batches, valid = train.local_batches(run), train.valid_tokens(run)
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
-    with Meter(run.mesh, run.parameters) as meter:
+    with patch.dict(CHUNK, cpu=CHUNK["cuda"]), Meter(run.mesh, run.parameters) as meter:
         run.optimizer.register_step_pre_hook(meter.note_update)
         train.train_step(run, batches, valid)
     assert moments
@@ -106,6 +108,24 @@ def test_a_dry_run_is_what_the_real_step_is(name: str, pool: ProcessPoolExecutor
     assert dry_sent == sent
     # Zero-bubble stages hold a message more or less, as it comes.
     assert dry_peak == pytest.approx(peak, rel=0.05 if "ZBV" in name else 0.02), dry_peak / peak
+
+
+def kept_of_a_wide_vocabulary() -> int:
+    """Bytes besides weights and gradients, of 4,096 tokens; in a process of its own."""
+    flavors = MODELS["llama"][1]
+    flavors["debug"] = replace(flavors["debug"], vocab_size=128_256, n_layers=1)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+    run, meter = rehearse(load_config(["--job.config_file", str(RECIPE), *LONG_BATCH]))
+    return held(run, meter)["activations, gathered weights, buffers"]
+
+
+LONG_BATCH = ("--training.seq_len", "512", "--training.local_batch_size", "8", "--training.global_batch_size", "-1")
+
+
+def test_logits_are_those_of_a_gpu(pool: ProcessPoolExecutor) -> None:
+    """2,048 tokens of a vocabulary of 128k: logits, probabilities and their difference, in float32."""
+    logits = 4 * 2048 * 128_256
+    assert 2 * logits < pool.submit(kept_of_a_wide_vocabulary).result() < 4 * logits
 
 
 def launch_line(recipe: Path) -> dict[str, str]:

@@ -26,7 +26,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("tokens", [1, 7, 16, 40], ids="{} tokens".format)
 def test_chunks_have_the_plain_loss_and_gradients(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pitfall: a loss by chunks that is right while its gradients are not. The last chunk is a part of one."""
-    monkeypatch.setitem(models.loss._CHUNK, "cpu", (16, 0))
+    monkeypatch.setitem(models.loss.CHUNK, "cpu", (16, 0))
     hidden, weight, labels = inputs(tokens)
     found, expected = chunked(hidden, weight, labels), plain(hidden, weight, labels)
     assert error(found, expected) < 1e-6
@@ -37,7 +37,7 @@ def test_chunks_have_the_plain_loss_and_gradients(tokens: int, monkeypatch: pyte
 
 
 def test_bfloat16_gradients_are_no_worse_than_the_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(models.loss._CHUNK, "cpu", (16, 0))
+    monkeypatch.setitem(models.loss.CHUNK, "cpu", (16, 0))
     hidden, weight, labels = inputs(200, torch.bfloat16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     truth = torch.autograd.grad(F.cross_entropy((exact[0] @ exact[1].T).flatten(0, 1), labels.flatten()), exact)
@@ -77,6 +77,6 @@ def test_memory_is_that_of_a_chunk() -> None:
 
 
 def test_a_chunk_is_chosen_by_bytes() -> None:
-    """A GPU's has 1,024 tokens of the whole vocabulary of Llama 3, and as many bytes of a part of it."""
-    assert [models.loss.chunk_tokens("cuda", vocabulary) for vocabulary in (128_256, 16_032)] == [1046, 8371]
+    """A GPU's has 2,048 tokens of the whole vocabulary of Llama 3, and half a GiB of a part of it."""
+    assert [models.loss.chunk_tokens("cuda", vocabulary) for vocabulary in (128_256, 16_032)] == [2048, 8371]
     assert [models.loss.chunk_tokens("cpu", vocabulary) for vocabulary in (128_256, 4096, 1024)] == [256, 512, 2048]

@@ -46,7 +46,7 @@ def milliseconds(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> 
 def main() -> None:
     torch.set_num_threads(2)
     keep_freed_memory()
-    models.loss._CHUNK["cpu"] = 256, 0
+    models.loss.CHUNK["cpu"] = 256, 0
     for vocabulary, dim, tokens in ((4096, 256, 2048), (32_768, 256, 2048), (131_072, 128, 1024)):
         for dtype in (torch.float32, torch.bfloat16):
             hidden = torch.randn(1, tokens, dim, dtype=dtype, requires_grad=True)
@@ -57,7 +57,7 @@ def main() -> None:
                 f"{vocabulary:7} x {dim}, {tokens} tokens, {dtype!s:14}: memory {memory[1] / memory[0]:.2f} x", end=""
             )
             for chunk in (128, 256, 512, 1024):
-                models.loss._CHUNK["cpu"] = chunk, 0
+                models.loss.CHUNK["cpu"] = chunk, 0
                 # In turns, so that both meet the same load.
                 times = [
                     (milliseconds(whole, hidden, weight, labels), milliseconds(chunked, hidden, weight, labels))
@@ -65,7 +65,7 @@ def main() -> None:
                 ]
                 plain, ours = (min(column) for column in zip(*times, strict=True))
                 print(f", {chunk} tokens {ours / plain:.2f} x time", end="")
-            models.loss._CHUNK["cpu"] = 256, 0
+            models.loss.CHUNK["cpu"] = 256, 0
             print(flush=True)
 
 
