@@ -51,8 +51,10 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
     assert kit.main([*given, "--only", "checkpointing full: here"]) == 0
     assert (tmp_path / "results.jsonl").read_text().splitlines() == rows
     (tmp_path / "tables.md").unlink()
+    (tmp_path / "speeds.png").unlink()
     assert kit.main(["--tables", "--folder", str(tmp_path)]) == 0
     assert (tmp_path / "tables.md").read_text() == tables
+    assert (tmp_path / "speeds.png").read_bytes().startswith(b"\x89PNG")
     assert kit.main(["--tables", "--folder", str(tmp_path / "none")]) == 2
     assert "there are no results in" in capsys.readouterr().err
 

@@ -4,12 +4,12 @@ python -m tests.benchmarks.gpu                      all of it, on the first GPU;
 python -m tests.benchmarks.gpu --seconds 540        begins nothing that could end later than that
 python -m tests.benchmarks.gpu --processes 6        as many checks at once; speeds are measured one after another
 python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name; of several, in their order
-python -m tests.benchmarks.gpu --tables             the tables of what is in --folder; needs no GPU
+python -m tests.benchmarks.gpu --tables             tables and picture of what is in --folder; needs no GPU
 python -m tests.benchmarks.gpu --nccl               the layouts of the matrix, on as many GPUs as there are
 python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
 
-Results are added to results.jsonl in --folder, and the tables written to tables.md beside it. torchtitan is measured if
-.cache/peers has it (`python -m tests.benchmarks.peers.sides` installs it, where the network allows it).
+Results are added to results.jsonl in --folder, and shown in tables.md and speeds.png beside it. torchtitan is measured
+if .cache/peers has it (`python -m tests.benchmarks.peers.sides` installs it, where the network allows it).
 """
 
 import argparse
@@ -40,6 +40,8 @@ from tests.layouts import main_layouts
 
 MOST_SECONDS = 240
 """Of a side: compiling 8B takes a minute or two."""
+SHOWN = {"here": "tab:blue", "torchtitan": "tab:orange", "bare loop": "tab:gray"}
+"""Sides in the tables, with their colours."""
 
 
 def time_of(side: str, step: Step, device: str) -> Row:
@@ -116,11 +118,10 @@ def tables(rows: dict[str, Row]) -> str:
     for same in SAME_BITS:
         if row := rows.get(same.name):
             lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']}{because(row)} |")
-    shown = ("here", "bare loop", "torchtitan")
-    titles = ["a step", "MFU, attention full / half", *(f"{side}, tokens/s | peak, GiB" for side in shown)]
-    lines += ["", f"| {' | '.join(titles)} |", "|---" * (2 + 2 * len(shown)) + "|"]
+    titles = ["a step", "MFU, attention full / half", *(f"{side}, tokens/s | peak, GiB" for side in SHOWN)]
+    lines += ["", f"| {' | '.join(titles)} |", "|---" * (2 + 2 * len(SHOWN)) + "|"]
     for step in (*STEPS, *TINY):
-        sides_of_it = [rows.get(f"{step.name}: {side}", {}) for side in shown]
+        sides_of_it = [rows.get(f"{step.name}: {side}", {}) for side in SHOWN]
         if any(sides_of_it):
             used = mfu(step, sides_of_it[0], device_name)
             lines.append(f"| {step.name} | {used} | {' | '.join(in_table(step, row) for row in sides_of_it)} |")
@@ -128,6 +129,31 @@ def tables(rows: dict[str, Row]) -> str:
         lines += ["", f"| operation, {found['step']} | ms |", "|---|---|"]
         lines += [f"| {name[:90]} | {spent:.2f} |" for name, spent in found["milliseconds"].items()]
     return "\n".join(lines) + "\n"
+
+
+def draw(rows: dict[str, Row], path: Path) -> None:
+    """The model's FLOP/s (attention counted full) and the peak of memory, by step and side."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = [step for step in (*STEPS, *TINY) if "wall" in rows.get(f"{step.name}: here", {})][::-1]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 0.5 * len(steps) + 1), sharey=True, layout="constrained")
+    for place, (side, colour) in enumerate(SHOWN.items()):
+        measured = [(height, step, rows.get(f"{step.name}: {side}", {})) for height, step in enumerate(steps)]
+        bars = [(height + 0.27 * (1 - place), step, row) for height, step, row in measured if "wall" in row]
+        heights = [height for height, _, _ in bars]
+        speeds = [tokens_per_second(step, row) * flops(step)[0] / 1e12 for _, step, row in bars]
+        peaks = [row["peak_bytes"] / 2**30 for _, _, row in bars]
+        for panel, values in zip(panels, (speeds, peaks), strict=True):
+            panel.barh(heights, values, 0.25, color=colour, label=side)
+    panels[0].set_yticks(range(len(steps)), [step.name for step in steps])
+    panels[0].set_xlabel("TFLOP/s of the model")
+    panels[1].set_xlabel("peak memory, GiB")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", ncols=len(SHOWN))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def times(steps: list[Step], device: str) -> Iterator[Work]:
@@ -200,6 +226,7 @@ def main(argv: list[str]) -> int:
             best = max(timed, key=lambda step: tokens_per_second(step, rows[f"{step.name}: here"]) * flops(step)[0])
             add("profile", profile(best, device, options.folder))
     (options.folder / "tables.md").write_text(tables(rows), encoding="utf-8")
+    draw(rows, options.folder / "speeds.png")
     print(f"written: {options.folder / 'tables.md'}" + f"; {left} left: the same command goes on" * bool(left))
     return int(any(row.get("verdict") in ("broken", "error") for row in rows.values()))
 
