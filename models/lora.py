@@ -57,7 +57,9 @@ class AdaptedLinear(FrozenLinear):
         super().__init__(linear)
         self.lora_A = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
-        self.scale, self.dropout, self.key = scale, dropout, key_of("dropout", name)
+        self.scale, self.dropout = scale, dropout
+        # A tensor, as layers with other numbers in their graphs would each be compiled; on the CPU, as no copy is made.
+        self.key = torch.tensor(key_of("dropout", name), device="cpu")
         self.dropout_keys_BS: Tensor | None = None
         """Of the tokens of this forward; None: nothing is dropped."""
 

@@ -98,9 +98,14 @@ def graphs(run: train.Run) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_equal_layers_share_a_graph() -> None:
-    """Twelve layers; a graph more for the loss of a whole chunk, and of what is left over."""
-    assert observe("--model.flavor", "deep", *TRACED, steps=1, at_end=graphs).extra <= 3
+@pytest.mark.parametrize(("more", "most"), [((), 3), (("--lora.rank", "4", "--lora.dropout", "0.1"), 4)])
+def test_equal_layers_share_a_graph(more: tuple[str, ...], most: int) -> None:
+    """Twelve layers; a graph more for the loss of a whole chunk, and of what is left over.
+
+    And one for the first layer with adapters, whose input needs no gradient. torch compiles one function 8 times at the
+    most.
+    """
+    assert observe("--model.flavor", "deep", *more, *TRACED, steps=1, at_end=graphs).extra <= most
 
 
 def validated(run: train.Run) -> tuple[float, int]:

@@ -35,6 +35,7 @@ _WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug")
 _LATENT = ("--model.name", "deepseek_v3", "--model.flavor", "debug")
 _ADAPTERS = ("--lora.rank", "16", "--lora.base", "bfloat16")
 _PACKED = ("--lora.rank", "16", "--lora.base", "nf4")
+_DROPOUT = ("--lora.dropout", "0.1")
 _COMPILE = ("--compile.enable", "true")
 _BUDGET = ("--activation_checkpoint.mode", "memory_budget", "--activation_checkpoint.memory_budget", "0.3")
 _SELECTIVE = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option")
@@ -79,6 +80,7 @@ PATHS = [
     FastPath("float32, latent attention", ("--training.mixed_precision_param", "float32"), _FLOAT32, _LATENT),
     FastPath("float32, adapters, nf4", ("--training.mixed_precision_param", "float32"), _FLOAT32, _PACKED),
     FastPath("bfloat16, adapters", _mixed(), _BFLOAT16, _ADAPTERS),
+    FastPath("bfloat16, adapters, dropout, compiled", _mixed(*_COMPILE), _BFLOAT16, (*_ADAPTERS, *_DROPOUT)),
     FastPath("bfloat16, adapters, nf4, compiled", _mixed(*_COMPILE), _BFLOAT16, _PACKED),
     FastPath("float8, rowwise with bfloat16 weight gradients", _float8("rowwise_with_gw_hp"), _FLOAT8),
     FastPath("float8, rowwise", _float8("rowwise"), _FLOAT8),
