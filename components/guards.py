@@ -150,6 +150,7 @@ class Spikes:
         whole = sum_over_token_ranks(loss.clone(), self.mesh)
         if self.mesh["tp"].size() > 1:  # ranks that each compute the same loss need not round alike
             dist.all_reduce(whole, dist.ReduceOp.MAX, self.mesh["tp"].get_group())
+        norm = norm.to(whole.device, non_blocking=True)  # weights that are offloaded have it on the host
         now = torch.stack([whole, norm]).double()
         count = (~self.history[0].isnan()).sum()
         mean = self.history.nanmean(1, keepdim=True)

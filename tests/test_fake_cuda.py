@@ -29,6 +29,7 @@ ROTATE = "--parallelism.context_parallel_rotate_method"
 ULYSSES = (CP, "2", METHOD, "ulysses")
 OFFLOADED = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.offload", "true")
 STATES = ("--optimizer.state_offload", "true")
+DYNAMICS = ("--metrics.dynamics_freq", "1")
 MUON = ("--optimizer.name", "Muon")
 ROUNDED = ("--training.dtype", "bfloat16", "--optimizer.state_dtype", "int8")
 LAYOUTS = {
@@ -41,6 +42,7 @@ LAYOUTS = {
     "pp": Case((PP, "2"), 2),
     "offloaded, rounded": Case((*BFLOAT16, *OFFLOADED, *ROUNDED)),
     "offloaded, tp": Case((TP, "2", *OFFLOADED), 2),
+    "weights on the host": Case((*BFLOAT16, *SPIKES, "--training.enable_cpu_offload", "true", *DYNAMICS)),
     "states on the host": Case((*BFLOAT16, *STATES)),
     "states on the host, rounded, fsdp": Case((SHARD, "2", *STATES, *ROUNDED), 2),
     "states on the host, tp": Case((TP, "2", *STATES), 2),
@@ -91,7 +93,9 @@ def all_findings() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_host_waits_once_in_a_save_alone_and_devices_are_not_mixed(layout: str) -> None:
-    assert all_findings()[layout] == ["synchronize, in of"]
+    """And before it updates weights itself."""
+    waits = ["copy from cuda:0 to cpu, in update"] * (layout == "weights on the host")
+    assert all_findings()[layout] == [*waits, "synchronize, in of"]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

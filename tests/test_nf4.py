@@ -10,18 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import train
 from components.config import ConfigError, Lora, Model, load_config
 from components.state.init import initialize_weights
+from components.state.packed import to_fill
 from components.state.weights import export
 from models import meta_model
 from models.lora import AdaptedLinear, FrozenLinear, merged
 from models.nf4 import _LEVELS, linear, pack, packed_shape, scales_of, unpack
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from parallelize.sharding import own_slice
 from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite, whole_weights
+from tests.ranks import group_of_one
 from tests.small import SMALL
 
 NF4 = ("--model.flavor", "many_heads_wide", "--lora.rank", "4", "--lora.alpha", "8", "--lora.base", "nf4")
@@ -240,3 +245,17 @@ def test_a_run_computes_in_bfloat16_beside_any_base(base: str) -> None:
         )
         for name, gradient in exact.gradients.items():
             assert (observed.gradients[name] - gradient).norm() <= 0.05 * gradient.norm(), name
+
+
+def test_numbers_are_packed_from_the_device_on_which_they_were_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch moves numbers of an offloaded parameter to the mesh's device, which a copy stands for here."""
+    numbers, from_local = torch.randn(64, 64), DTensor.from_local
+    with group_of_one():
+        mesh = init_device_mesh("cpu", (1,))
+        parameter = from_local(torch.zeros_like(pack(numbers)), mesh, [Shard(0)])
+        monkeypatch.setattr(
+            DTensor, "from_local", lambda local, *rest, **options: from_local(local.clone(), *rest, **options)
+        )
+        with to_fill(parameter) as filled:
+            own_slice(filled)[0].copy_(numbers)
+        assert torch.equal(parameter.to_local(), pack(numbers))

@@ -66,7 +66,8 @@ class Dynamics:
             return
         self.mixtures.reduce(expert_rows, self.mesh)
         none = torch.zeros(3, len(self.parts), dtype=torch.float64, device=self.mesh.device_type)
-        self.squares = sum((shards.squares() for shards in self.shards), none)
+        # Gradients may be on the host.
+        self.squares = sum((shards.squares().to(none.device, non_blocking=True) for shards in self.shards), none)
         self.shards = []
         self.logits = torch.full((len(self.layers),), -math.inf, device=self.mesh.device_type)
         for layer, core in self.cores:

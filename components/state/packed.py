@@ -26,9 +26,9 @@ def to_fill(parameter: Tensor) -> Iterator[Tensor]:
         yield parameter
         return
     local, _ = own_slice(parameter)
-    numbers = torch.empty(unpacked_shape(local.shape), device=local.device)
-    yield _like(parameter, numbers)
-    local.copy_(pack(numbers))
+    filled = _like(parameter, torch.empty(unpacked_shape(local.shape), device=local.device))
+    yield filled
+    local.copy_(pack(own_slice(filled)[0]))
 
 
 def _like(parameter: Any, numbers: Tensor) -> Tensor:
@@ -36,6 +36,7 @@ def _like(parameter: Any, numbers: Tensor) -> Tensor:
         return numbers
     shape = torch.Size(unpacked_shape(parameter.shape))
     strides = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
+    whole = DTensor.from_local(
         numbers, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
     )
+    return whole.to(numbers.device)  # parameters may be on the host, from where from_local moves to the mesh's device

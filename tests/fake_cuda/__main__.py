@@ -120,7 +120,7 @@ def _build(case: Case, fake: FakeTensorMode) -> Callable[[], object]:
     with fake if degrees.pp == 1 else nullcontext():
         stages = parallelize_model(config.model.name)(whole, mesh, config)
     with fake:
-        give_memory(stages, device)
+        give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
         run = train.assemble(config, device, mesh, stages, None, None)
     names = ["tokens", "labels", "positions", *(["document_ids"] if config.training.document_mask else [])]
     shape = (config.training.local_batch_size, config.training.seq_len)
