@@ -3,14 +3,19 @@
 import functools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from models import steps
+from components.config import Compile, Parallelism
+from components.state.init import initialize_weights
+from models import MODELS, flex, steps
 from models.attention import AttentionCore, Visible
 from models.steps import AttentionInSteps, Own, one_step
+from parallelize.compile import apply_compile
 from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.test_attention import SEEN
@@ -118,3 +123,30 @@ def test_a_planted_fault_is_found(fault: str) -> None:
     layout, planted = FAULTS[fault]
     observed = observe(*GPT_OSS, *layout, ranks=2, mutate=functools.partial(rewrite, *planted))
     assert "gradient" in broken_bars(observed, one_process())
+
+
+class OnCuda:
+    """Stands for a mesh of one GPU."""
+
+    device_type = "cuda"
+
+    def __getitem__(self, name: str) -> Any:
+        return SimpleNamespace(size=lambda: 1)
+
+
+def test_compiled_layers_leave_out_sinks_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a step with a window is FlexAttention's, which the CPU computes here without a kernel."""
+    monkeypatch.setattr(steps, "_kernel", lambda *_: steps._Kernel(steps._flex_forward, steps._flex_backward))
+    monkeypatch.setattr(steps, "_wanted", flex.blocks)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
+    model_class, flavors = MODELS["gpt_oss"]
+    tokens, gradients = torch.randint(0, 1024, (1, 64)), []
+    for enable in (False, True):
+        model = model_class(flavors["tiny"])
+        initialize_weights(model, model.init_std, seed=0)
+        config = Compile(enable=enable, components=["model"], backend="eager")
+        apply_compile(model, OnCuda(), config, Parallelism())  # type: ignore[arg-type]
+        model(tokens).square().sum().backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient)
