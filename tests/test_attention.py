@@ -166,3 +166,16 @@ def test_context_parallel_masks_no_more_than_it_has_to(method: str, balancer: st
     layout = (CP, "2", METHOD, method, BALANCER, balancer, "--model.attention_kernel", "sdpa")
     found = observe(*layout, ranks=2, steps=0, at_end=look).extra
     assert found == [(["sdpa"] * 3, each) for each in seen]  # of two layers, and of what they may see
+
+
+def test_kernels_of_more_than_eight_shapes_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight are torch's own limit; beyond it nothing is compiled."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
+    flex._compiled.cache_clear()
+    for tokens in range(1, 11):
+        q = torch.randn(1, 2, tokens, 8)
+        flex._compiled()(q, q, q, block_mask=flex.blocks(Visible(tokens, tokens, q.device)))
+    flex._compiled.cache_clear()
+    assert counter.frame_count == 10
