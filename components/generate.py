@@ -8,6 +8,7 @@ once: attention keeps the keys and values of earlier tokens. The model's code kn
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
-from models.attention import AttentionCore, Visible
+from models.attention import KERNELS, AttentionCore, Visible
 from models.hugging_face import from_hugging_face
+from models.moe import Router
 from parallelize import parallelize_model
 from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
@@ -113,10 +115,14 @@ def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module
     # One token cannot be split along the sequence. Weights have the dtype already, so nothing is cast.
     config = JobConfig(
         parallelism=Parallelism(tensor_parallel_degree=ranks, sequence_parallel=False),
-        training=Training(mixed_precision_param="float32"),
+        training=Training(mixed_precision_param=str(dtype).removeprefix("torch.")),  # type: ignore[arg-type]
     )
     mesh = Mesh(Degrees(tp=ranks), device.type)
-    (model,) = parallelize_model(source.name)(source.model.to(dtype), mesh, config)
+    whole = source.model.to(dtype)
+    for module in whole.modules():
+        if isinstance(module, Router):
+            module.float()  # as in training: close scores would be equal
+    (model,) = parallelize_model(source.name)(whole, mesh, config)
     model.to_empty(device=device)
     model.tie_weights()
     source.load(model)
@@ -133,7 +139,12 @@ def check_ranks(sizes: Any, ranks: int) -> None:
 
 
 class CachedCore(AttentionCore):
-    """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K)."""
+    """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K).
+
+    No kernel that is compiled for each number of keys.
+    """
+
+    kernel = KERNELS["sdpa"]
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +155,15 @@ class CachedCore(AttentionCore):
         if self.kept is not None:
             k, v = torch.cat((self.kept[0], k), dim=2), torch.cat((self.kept[1], v), dim=2)
         self.kept = k, v
-        return super().forward(q, k, v, self.kernel.prepare(replace(visible, keys=k.shape[2])), sinks_H)
+        visible = replace(visible, keys=k.shape[2])
+        if sinks_H is None:
+            return super().forward(q, k, v, self.kernel.prepare(visible))
+        groups = k.shape[1]
+        scores = q.unflatten(1, (groups, -1)) @ k[:, :, None].mT * q.shape[-1] ** -0.5
+        scores = scores.float().masked_fill(~visible.dense()[:, None], -math.inf)
+        sinks = sinks_H.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        return (weights.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 @torch.no_grad()
