@@ -41,6 +41,7 @@ SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
 REDUCE = "--parallelism.fsdp_reduce_gradients"
 COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
+SCALED = ("--model.converters", '["quantize.linear.float8"]')
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 FLOAT8 = ("--model.converters", '["quantize.linear.float8"]', "--quantize.linear.float8.emulate", "true")
@@ -122,10 +123,18 @@ CASES = [
     ),
     Refused(
         "float8",
-        ("--model.converters", '["quantize.linear.float8"]', TP, "2"),
+        (*SCALED, TP, "2"),
         "multiples of 16 on each rank; not so: n_kv_heads x head_dim 4, ffn_dim 60",
         "",
         model={"n_kv_heads": 2, "n_heads": 16, "ffn_dim": 120},
+    ),
+    Refused(
+        "float8",
+        (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise", "--training.seq_len", "30", LOCAL, "2"),
+        r"not so: tokens of a pass \(recipe rowwise\) 60$",
+        "",
+        ranks=1,
+        model={"n_heads": 16, "n_kv_heads": 16, "ffn_dim": 64},
     ),
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("rope scaling", (ROPE + "beta_fast", "16"), "does not take beta_fast; yarn would", "", ranks=1),

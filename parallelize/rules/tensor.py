@@ -1,7 +1,7 @@
 """Rules on what tensor parallel ranks share: each function gives the reason for a refusal, or an empty string."""
 
 from components.config import JobConfig
-from parallelize.mesh import Degrees
+from parallelize.mesh import Degrees, padded_length
 from parallelize.rules.sizes import sizes_of
 
 
@@ -28,6 +28,12 @@ def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
     split = {"n_heads x head_dim": sizes.n_heads, "n_kv_heads x head_dim": sizes.n_kv_heads}
     widths = {name: heads * sizes.head_dim // degrees.tp for name, heads in split.items()}
     widths |= sizes.whole_widths | {name: columns // degrees.tp for name, columns in sizes.tp_columns.items()}
+    recipe, training, parallelism = config.quantize.linear.float8.recipe_name, config.training, config.parallelism
+    if recipe != "rowwise_with_gw_hp":  # gradients of weights are float8 products too, over the tokens of a pass
+        parts = degrees.cp * parallelism.pipeline_parallel_sequence_splits
+        sequences = parallelism.pipeline_parallel_microbatch_size if degrees.pp > 1 else training.local_batch_size
+        tokens = sequences * padded_length(training.seq_len, degrees, parallelism) // parts
+        widths[f"tokens of a pass (recipe {recipe})"] = tokens
     odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
 
