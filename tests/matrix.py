@@ -105,10 +105,11 @@ def main(argv: list[str]) -> int:
     path: Path = options.results or (composition.RECORD if options.all else RESULTS)
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = composition.read(path)
-    path.write_text("".join(composition.line(row) for row in rows), encoding="utf-8")
     if options.resume:
-        done = {tuple(row["layout"].items()) for row in rows if row["verdict"] == "proven"}
+        rows = [row for row in rows if row["verdict"] == "proven"]
+        done = {tuple(row["layout"].items()) for row in rows}
         chosen = [each for each in chosen if each.cell not in done]
+    path.write_text("".join(composition.line(row) for row in rows), encoding="utf-8")
     counts: dict[str, int] = {}
     started = time.perf_counter()
     with open(path, "a", encoding="utf-8") as file:

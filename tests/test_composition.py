@@ -81,6 +81,7 @@ def test_a_run_adds_its_results_and_a_resumed_one_only_what_is_missing(
     capsys.readouterr()
     assert matrix.main(["--results", str(path), "--resume"]) == 0
     assert "'refused': 1}" in capsys.readouterr().out
+    assert len(path.read_text().splitlines()) == 2
 
 
 def test_every_layout_is_kept_in_the_repository_and_then_on_the_page(
@@ -96,6 +97,6 @@ def test_every_layout_is_kept_in_the_repository_and_then_on_the_page(
     assert not composition.PAGE.exists()
     assert matrix.main(["--all", "--resume", "--most-ranks", "4"]) == 0
     assert "1 more were not run with this code" in composition.PAGE.read_text()
-    assert composition.RECORD.read_text().count("\n") == 2
+    assert composition.RECORD.read_text().count("\n") == 1
     assert [row["layout"] for row in composition.read(composition.RECORD)] == [dict(given.cell)]
     assert "1 layouts of up to" in composition.PAGE.read_text()
