@@ -83,6 +83,9 @@ class Pipeline:
         self._owner = {
             stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
         }
+        if device.type == "cuda":
+            # All ranks of a group make its NCCL communicator in its first call: later ones may be of two ranks alone.
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
