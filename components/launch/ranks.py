@@ -69,7 +69,6 @@ class Ranks:
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
         """Start a rank for each entry with its environment variables; returns process ids."""
         environment = {
-            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
             **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
             **os.environ,
         }
