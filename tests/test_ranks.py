@@ -7,8 +7,11 @@ import socket
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from components.config import JobConfig
+from components.launch.ending import _report
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import read_settings
 from tests.launches import START, Start, alive, launcher
@@ -269,3 +272,19 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
     assert code == ExitCode.ERROR
     assert f"could not meet at RDZV_ENDPOINT={endpoint}" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), ExitCode.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: out of memory"), ExitCode.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), ExitCode.OUT_OF_MEMORY),
+        (dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), ExitCode.OUT_OF_MEMORY),
+        (dist.DistBackendError("NCCL error: remote process exited"), ExitCode.LOST_RANK),
+        (RuntimeError("DataLoader worker is killed, or out of memory"), ExitCode.LOST_RANK),
+        (RuntimeError("the process that tokenizes is gone: killed, or out of memory"), ExitCode.ERROR),
+    ],
+)
+def test_full_memory_is_told_from_a_lost_rank(error: Exception, code: ExitCode) -> None:
+    assert _report(error) == code

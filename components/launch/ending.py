@@ -51,15 +51,17 @@ def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
 
 def _report(error: Exception) -> ExitCode:
     """Say what happened. The traceback of a lost process goes to the rank's log only, where there is one."""
-    lost = ""
+    lost, full = "", False
     if "DataLoader worker" in str(error):  # raised by torch anywhere in the main thread, or by our loader
         lost = f"rank {os.environ.get('RANK', '0')}: a DataLoader worker is gone: killed, or out of memory"
+    elif isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS_OF_FULL_MEMORY):
+        full = True
     elif isinstance(error, dist.DistError) or "gloo" in str(error):
         lost = "another rank is gone, or did not answer in time (see [comm])"
     log = rank_log() if lost else None
     with open(log, "a") if log else contextlib.nullcontext(sys.stderr) as output:
         traceback.print_exc(file=output)
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if full:
         print(_OUT_OF_MEMORY, file=sys.stderr)
         return ExitCode.OUT_OF_MEMORY
     if lost:
@@ -67,6 +69,11 @@ def _report(error: Exception) -> ExitCode:
     return ExitCode.LOST_RANK if lost else ExitCode.ERROR
 
 
+_SIGNS_OF_FULL_MEMORY = (
+    *("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
+    *("CUDA calloc", "failure 2 'out of memory'"),
+)
+"""In errors of the host's allocator, of CUDA beside torch's own, of cuBLAS and of NCCL."""
 _OUT_OF_MEMORY = """Out of memory. Four keys to try:
   training.local_batch_size                fewer sequences at a time; with training.global_batch_size set, the same run
   parallelism.data_parallel_shard_degree   more ranks to share weights, gradients and optimizer
