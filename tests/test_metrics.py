@@ -130,8 +130,10 @@ def metrics_of(folder: Path) -> Metrics:
 
 
 def test_variants_of_a_gpu_have_their_own_peak_and_unknown_ones_none() -> None:
-    found = {name: peak_flops(f"NVIDIA {name}") for name in ("H200", "H200 NVL", "H100 80GB HBM3", "H100 NVL", "T4")}
-    assert found == {"H200": 989e12, "H200 NVL": 835e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "T4": None}
+    known = {"H200": 989e12, "H200 NVL": 835e12, "H100 80GB HBM3": 989e12, "H100 NVL": 835e12, "A100-SXM4-80GB": 312e12}
+    known |= {"B200": 2250e12, "GB200": 2500e12}
+    unknown = dict.fromkeys(("T4", "RTX A1000 Laptop GPU"))
+    assert {name: peak_flops(f"NVIDIA {name}") for name in (*known, *unknown)} == known | unknown
 
 
 def test_memory_of_a_gpu_is_the_peak_since_the_last_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -27,15 +28,17 @@ PEAK_FLOPS = {
     "H100": 989e12,
     "H200 NVL": 835e12,
     "H200": 989e12,
+    "GH200": 989e12,
     "B200": 2250e12,
+    "GB200": 2500e12,
     "A100": 312e12,
     "L40S": 362e12,
 }
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The first of PEAK_FLOPS whose name is part of the device's."""
-    return next((peak for name, peak in PEAK_FLOPS.items() if name in device_name), None)
+    """The first of PEAK_FLOPS whose name is in the device's, as words of it."""
+    return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
 Row = dict[str, Any]
