@@ -115,9 +115,9 @@ def build(config: JobConfig, device: torch.device) -> Run:
     check_layout(config, degrees)
     datasets = build_datasets(config, sizes(config.model).vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
-    set_timeout(config.comm.init_timeout_seconds, mesh)
     whole = meta_model(config.model, config.training.dtype)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
+    set_timeout(config.comm.init_timeout_seconds, mesh)  # experts have groups of their own
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
     for stage in stages:
         initialize_weights(stage, stage.init_std, config.debug.seed, device)

@@ -32,6 +32,20 @@ def test_no_group_has_two_worker_threads_and_training_s_have_its_timeout() -> No
     assert options[-1][1] == timedelta(hours=1)
 
 
+def timeouts(run: train.Run) -> dict[str, timedelta]:
+    """Of the groups of this rank, by dimension."""
+    groups = run.mesh.groups().items()
+    return {name: group._get_backend(torch.device("cpu")).options._timeout for name, group in groups}
+
+
+def test_groups_of_experts_have_the_timeout_of_the_first_step() -> None:
+    experts = ("--model.name", "qwen3_moe", "--parallelism.expert_parallel_degree", "2")
+    given = (*experts, "--training.local_batch_size", "18", "--comm.init_timeout_seconds", "77")
+    found = observe(*given, ranks=2, steps=1, at_end=timeouts).extra
+    assert found.keys() >= {"ep", "efsdp", "holders"}
+    assert {*found.values()} == {timedelta(seconds=77)}
+
+
 def gloo_schedulers(run: train.Run) -> list[int]:
     """Of the threads that read what other ranks send."""
     tasks = [task for task in Path("/proc/self/task").iterdir() if (task / "comm").read_text() == "gloo_tcp_loop\n"]
