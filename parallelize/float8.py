@@ -20,6 +20,6 @@ def apply_float8(model: nn.Module, model_config: Model, config: Float8) -> None:
 
     convert_to_float8_training(
         model.get_submodule("layers"),
-        module_filter_fn=lambda _, name: not any(part in name for part in config.filter_fqns),
+        module_filter_fn=lambda _, name: not any(part in f"layers.{name}" for part in config.filter_fqns),
         config=replace(Float8LinearConfig.from_recipe_name(config.recipe_name), emulate=config.emulate),
     )
