@@ -92,8 +92,8 @@ def _forward_with_keys(block: nn.Module, x_BSD: Tensor, cos: Tensor, sin: Tensor
 def add_adapters(model: Any, config: Adapters) -> None:
     """Give the targets adapters; from then on nothing else of the model is trained.
 
-    all-linear is every matrix of the layers, and not the head, as in PEFT. Raises ValueError for a name that is not one
-    of theirs, here or in Hugging Face's files; and for dropout beside experts, which PEFT has not.
+    all-linear is every matrix of the layers, and not the head, as in PEFT. Raises ValueError if no name is given, for a
+    name that none of them has, here or in Hugging Face's files, and for dropout beside experts, which PEFT lacks.
     """
     matrices: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -102,6 +102,8 @@ def add_adapters(model: Any, config: Adapters) -> None:
         elif isinstance(module, Experts):
             matrices |= dict.fromkeys((f"{name}.{each}" for each in MATRICES), module)
     asked = config.target_modules
+    if not asked:
+        raise ValueError('no matrix would have an adapter, and nothing be trained; "all-linear" would do')
     names = {name: {_last(name), _last(_name_there(model, name))} for name in matrices if asked != "all-linear"}
     known = {each for both in names.values() for each in both}
     if unknown := [] if asked == "all-linear" else [each for each in asked if each not in known]:

@@ -86,6 +86,7 @@ def test_targets_have_our_names_or_those_of_hugging_face(names: list[str]) -> No
 
 REFUSED = {
     "is no matrix of the layers; did you mean q_proj?": ("--lora.rank", "4", "--lora.target_modules", '["q_prj"]'),
+    "no matrix would have an adapter": ("--lora.rank", "4", "--lora.target_modules", "[]"),
     "tok_embeddings is no matrix of the layers": ("--lora.rank", "4", "--lora.target_modules", '["tok_embeddings"]'),
     "attention_norm is no matrix of the layers": ("--lora.rank", "4", "--lora.target_modules", '["attention_norm"]'),
     "needs lora.rank of 1 or more": ("--lora.alpha", "32"),
