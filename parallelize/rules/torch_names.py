@@ -13,6 +13,7 @@ PRIVATE: dict[str, dict[str, str]] = {
     "every run": {
         "torch": "_foreach_mul_ _foreach_norm _softmax_backward_data",
         "torch._C._distributed_c10d": "_dump_fr_trace_json",
+        "torch._dynamo.config": "recompile_limit",
         "torch.distributed": "ProcessGroup._get_backend ProcessGroupGloo._Options ProcessGroupGloo._Options._devices "
         "ProcessGroupGloo._Options._threads ProcessGroupGloo._Options._timeout",
         "torch.distributed.device_mesh": "DeviceMesh._unflatten",
