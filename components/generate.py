@@ -141,7 +141,7 @@ def check_ranks(sizes: Any, ranks: int) -> None:
 class CachedCore(AttentionCore):
     """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K).
 
-    No kernel that is compiled for each number of keys.
+    No kernel is compiled: each token has another number of keys.
     """
 
     kernel = KERNELS["sdpa"]

@@ -80,8 +80,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
 def _compiled() -> Any:
     """On a GPU the kernel exists only compiled.
 
-    Each shape, window and place of the first query has a kernel of its own: a ring of 4 ranks takes 12. After 8 torch
-    would compute whole scores in float32 without a word.
+    Each shape, window and place of the first query has a kernel of its own: with a window a ring of 4 ranks takes 12.
+    After 8 torch would compute whole scores in float32 without a word.
     """
     from torch.nn.attention.flex_attention import flex_attention
 

@@ -44,9 +44,11 @@ BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 SCALED = ("--model.converters", '["quantize.linear.float8"]')
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
-FLOAT8 = ("--model.converters", '["quantize.linear.float8"]', "--quantize.linear.float8.emulate", "true")
+FLOAT8 = (*SCALED, "--quantize.linear.float8.emulate", "true")
+ROWWISE = (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise")
 BFLOAT16 = ("--training.dtype", "bfloat16")
 SIX = {"n_layers": 6}
+NARROW, WIDE = ({"n_heads": 16, "n_kv_heads": heads, "ffn_dim": ffn} for heads, ffn in ((2, 120), (16, 64)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,21 +123,8 @@ CASES = [
         "it needs parallelism.sequence_parallel = true$",
         "",
     ),
-    Refused(
-        "float8",
-        (*SCALED, TP, "2"),
-        "multiples of 16 on each rank; not so: n_kv_heads x head_dim 4, ffn_dim 60",
-        "",
-        model={"n_kv_heads": 2, "n_heads": 16, "ffn_dim": 120},
-    ),
-    Refused(
-        "float8",
-        (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise", "--training.seq_len", "30", LOCAL, "2"),
-        r"not so: tokens of a pass \(recipe rowwise\) 60$",
-        "",
-        ranks=1,
-        model={"n_heads": 16, "n_kv_heads": 16, "ffn_dim": 64},
-    ),
+    Refused("float8", (*SCALED, TP, "2"), "not so: n_kv_heads x head_dim 4, ffn_dim 60", "", model=NARROW),
+    Refused("float8", (*ROWWISE, LENGTH, "30", LOCAL, "2"), r"tokens of a pass \(recipe rowwise\) 60$", "", 1, WIDE),
     Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
     Refused("rope scaling", (ROPE + "beta_fast", "16"), "does not take beta_fast; yarn would", "", ranks=1),
     Refused("rope scaling", (ROPE + "rope_type", "yarn"), "stretches nothing with factor = 1", "", ranks=1),
