@@ -172,10 +172,10 @@ def test_kernels_of_more_than_eight_shapes_are_compiled(monkeypatch: pytest.Monk
     """Eight are torch's own limit; beyond it nothing is compiled."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)
     flex._compiled.cache_clear()
-    for tokens in range(1, 11):
-        q = torch.randn(1, 2, tokens, 8)
-        flex._compiled()(q, q, q, block_mask=flex.blocks(Visible(tokens, tokens, q.device)))
+    with torch._dynamo.config.patch(recompile_limit=8):
+        for tokens in range(1, 11):
+            q = torch.randn(1, 2, tokens, 8)
+            flex._compiled()(q, q, q, block_mask=flex.blocks(Visible(tokens, tokens, q.device)))
     flex._compiled.cache_clear()
     assert counter.frame_count == 10
