@@ -221,6 +221,24 @@ def test_adapters_of_experts_that_are_others_there_are_refused(tmp_path: Path) -
         check()
 
 
+def test_adapters_that_compute_something_else_are_refused(tmp_path: Path) -> None:
+    """Each of these PEFT loads without a word; what it computes then is not W + scale B A of the same W."""
+    config = load_config(["--job.config_file", str(RECIPE), *SMALL, *ADAPTED])
+    observe(*ADAPTED, steps=1, folder=str(tmp_path), at_end=partial(as_peft, folder=tmp_path))
+    path, model = tmp_path / "peft", meta_model(config.model)
+    described = read_json(path / "adapter_config.json")
+    write_json(path / "adapter_config.json", described | {"init_lora_weights": "orthogonal"})
+    check_adapters(model, config.model.lora, path)
+    for key, value, said in (
+        ("init_lora_weights", "pissa_niter_4", "= pissa_niter_4: the base is another too: save with PEFT's path_init"),
+        ("init_lora_weights", "olora", "= olora: the base is another too"),
+        ("alora_invocation_tokens", [3], "is not available"),
+    ):
+        write_json(path / "adapter_config.json", described | {key: value})
+        with pytest.raises(ConfigError, match=f"{key} ?{said}"):
+            check_adapters(model, config.model.lora, path)
+
+
 def merged_onto_another(run: train.Run, folder: Path) -> None:
     config = to_dict(run.config)
     merge(config | {"debug": config["debug"] | {"seed": 1}}, folder / "step-1", folder / "merged", torch.float32)

@@ -92,12 +92,16 @@ def check_adapters(model: Any, asked: Lora, path: Path) -> None:
         given = read_json(path / "adapter_config.json")
         found = {ours: given.get(theirs, default) for ours, (theirs, default) in _SETTINGS.items()}
         unknown = [key for key in _UNKNOWN if given.get(key)]
+        start = str(given.get("init_lora_weights"))
         alphas = {place.target: (_alpha_there(given, place.target), place.parts) for place in wanted_places}
     except (OSError, ValueError, AttributeError, re.error) as error:
         raise ConfigError(f"{path}: {error}") from error
     wanted = {key: getattr(asked, key) for key in found}
     misfits = [f"{key} = {found[key]} there and {wanted[key]} here" for key in found if found[key] != wanted[key]]
     misfits += [f"{key} is not available" for key in unknown]
+    if start.startswith(_CHANGING_THE_BASE):
+        reason = "the base is another too: save with PEFT's path_initial_model_for_weight_conversion"
+        misfits.append(f"init_lora_weights = {start}: {reason}")
     misfits += [
         f"alpha of {target} is {alpha} there and {_alpha(asked, parts)} here"
         for target, (alpha, parts) in alphas.items()
@@ -148,8 +152,13 @@ def _read(folder: Folder, place: Place) -> Tensor:
 
 _SETTINGS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8), "use_rslora": ("use_rslora", False)}
 """Keys here -> of adapter_config.json, and PEFT's default."""
-_UNKNOWN = ("use_dora", "modules_to_save", "layer_replication", "use_qalora")
+_UNKNOWN = (
+    *("use_dora", "modules_to_save", "layer_replication", "use_qalora", "alora_invocation_tokens", "use_bdlora"),
+    *("velora_config", "monteclora_config", "arrow_config", "kasa_config"),
+)
 """Keys of adapter_config.json that change what adapters compute. Shapes tell ranks, also those of rank_pattern."""
+_CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT computes other weights of the base each time it loads adapters."""
 
 
 def load_adapters(stages: list[nn.Module], path: Path) -> None:
