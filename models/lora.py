@@ -124,7 +124,7 @@ def add_adapters(model: Any, config: Adapters) -> None:
     for block in model.layers.values() if config.dropout else ():
         # Not a hook, which checkpointing would not call again; and a copy of the model gets a method of its own.
         block.forward = types.MethodType(_forward_with_keys, block)
-    model.adapted = True
+    model.adapted, model.adapter_scale = True, scale
     set_trained(model)
 
 

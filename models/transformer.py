@@ -57,6 +57,8 @@ class Transformer(nn.Module):
     """Hugging Face's class."""
     adapted: bool = False
     """Some matrices have adapters (models/lora.py), and nothing else is trained."""
+    adapter_scale: float = 0.0
+    """Of B A in each sum W + scale B A."""
     copies_embedding: bool = False
     """The last stage of a pipeline holds the table of a tied embedding for its head alone."""
 

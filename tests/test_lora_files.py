@@ -83,6 +83,13 @@ def test_a_resume_with_another_base_is_refused(tmp_path: Path) -> None:
         observe(*ADAPTED, "--debug.seed", "1", steps=1, folder=str(tmp_path))
 
 
+def test_a_resume_with_another_scale_is_refused(tmp_path: Path) -> None:
+    """Export, merge and generation take it from the newest start: of all checkpoints there."""
+    observe(*ADAPTED, steps=1, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"count 4 times, and 2 times in this run: look at lora.alpha"):
+        observe(*ADAPTED, "--lora.use_rslora", "false", "--lora.alpha", "8", steps=1, folder=str(tmp_path))
+
+
 def test_a_base_is_the_checkpoint_of_another_run(tmp_path: Path) -> None:
     base = observe("--checkpoint.enable", "true", steps=2, folder=str(tmp_path / "base"))
     start = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"))

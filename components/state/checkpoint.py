@@ -61,6 +61,7 @@ class Checkpointer:
         self._all_done = Agreement(dist.ReduceOp.MIN)
         self.branch = Branch()
         self.adapted = any(getattr(stage, "adapted", False) for stage in stages)
+        self.adapter_scale = max(getattr(stage, "adapter_scale", 0.0) for stage in stages)
         self.base = ""
         """Hash of the weights beside adapters, which a checkpoint then does not have; empty for a model without."""
         self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
@@ -77,7 +78,9 @@ class Checkpointer:
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
         lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
-        lineage |= {"base": self.base} if self.base else {}
+        lineage |= {"base": self.base, "adapter_scale": self.adapter_scale} if self.base else {}
+        # Without: no step so far has been accepted.
+        lineage["has_moments"] = any(self._together(lambda: bool(self.optimizer.state)))
         state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
             settle()
@@ -150,20 +153,24 @@ class Checkpointer:
         model_only: without adapters, if the model has some, which no checkpoint of a base has.
         """
         check_state(saved)
-        if self.base and (there := (saved.state or {}).get("base")) != self.base:
+        state = saved.state or {}
+        if self.base and (there := state.get("base")) != self.base:
             reason = f"its adapters were trained on another base, {there}; this one is {self.base}"
             raise ConfigError(f"{saved.folder} is refused: {reason}: look at checkpoint.initial_load_path")
-        with_optimizer = not (model_only or "optimizer" in self.excluded)
+        if self.base and (scale := state.get("adapter_scale", self.adapter_scale)) != self.adapter_scale:
+            reason = f"its adapters count {scale:g} times, and {self.adapter_scale:g} times in this run"
+            raise ConfigError(f"{saved.folder} is refused: {reason}: look at lora.alpha and lora.use_rslora")
+        with_optimizer = not (model_only or "optimizer" in self.excluded) and state.get("has_moments", True)
         if with_optimizer:
             _allocate_state(self.optimizer)
         named = [*self._named_tensors(with_optimizer, of_base=model_only)]
         tensors = dict(named)
         load_tensors(tensors, saved.folder, self._group, convert=model_only)
         fill_copies(named, tensors)
-        for name, state, key in self._kept() if with_optimizer else ():
-            if not isinstance(state[key], Tensor):
-                state[key] = type(state[key])(tensors[name].item())
-        return saved.state or {}
+        for name, kept, key in self._kept() if with_optimizer else ():
+            if not isinstance(kept[key], Tensor):
+                kept[key] = type(kept[key])(tensors[name].item())
+        return state
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         return dict(self._named_tensors(with_optimizer))
