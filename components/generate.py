@@ -89,11 +89,6 @@ def _open_hugging_face(folder: Path) -> Source:
         if name is None:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
         model_class, flavors = MODELS[name]
-        # The defaults of these are not those of Hugging Face.
-        rope = given.get("rope_parameters") or {}
-        needed = {"rms_norm_eps", "rope_theta"} - {*given, *rope.get("full_attention", rope)}
-        if needed:
-            raise ConfigError(f"{file}: {', '.join(sorted(needed))}: not given")
         sizes = from_hugging_face(given, type(next(iter(flavors.values()))))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}") from error

@@ -16,7 +16,7 @@ class TransformerConfig:
     hf_fixed: ClassVar[dict[str, Any]] = FIXED
     """Fields of config.json that have one value for every model of the family."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
-    """Fields that a config.json may leave out, by its model_type: of families with several."""
+    """model_type -> what transformers takes for fields that a config.json leaves out, where shapes do not tell."""
 
     dim: int
     n_layers: int

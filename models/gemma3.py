@@ -33,6 +33,9 @@ class Gemma3Config(TransformerConfig):
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
     }
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "gemma3_text": {"rope_theta": 1_000_000.0, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+    }
     head_size: int = 256
     query_size: int = 256
     vocab_size: int = 262_208

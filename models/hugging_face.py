@@ -51,6 +51,8 @@ _SCALING: dict[str, tuple[str, ...]] = {
 """Fields of RopeScaling, by rope_type."""
 _NEWER = {"num_experts": "num_local_experts"}
 """Fields that transformers 5 writes under another name than the published files."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
+"""What transformers takes for fields that a config.json leaves out; hf_defaults has that of single model types."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 """Fields of config.json that have one value for every model here."""
 
@@ -128,7 +130,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
 
     Raises ValueError for a setting that no model here has.
     """
-    given = config_class.hf_defaults.get(given.get("model_type"), {}) | given
+    given = DEFAULTS | config_class.hf_defaults.get(given.get("model_type"), {}) | given
     rope, foreign = given.get("rope_parameters") or given.get("rope_scaling") or {}, []
     if "full_attention" in rope:  # by types of layers
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]

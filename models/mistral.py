@@ -14,6 +14,7 @@ class MistralConfig(TransformerConfig):
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window"}
     hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {"mistral": {"sliding_window": 4096}}
     n_kv_heads: int = 8
     norm_eps: float = 1e-5
     rope_theta: float = 1_000_000.0

@@ -13,6 +13,7 @@ class Qwen3MoeConfig(Qwen3Config, MixtureConfig):
     """What all sizes have in common. ffn_dim is of layers without experts, of which there are none."""
 
     hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {"qwen3_moe": {"norm_topk_prob": False}}
     n_kv_heads: int = 4
     n_experts: int = 128
     top_k: int = 8

@@ -245,7 +245,6 @@ def broken_sources(saved: Saved, folder: Path) -> Iterator[tuple[str, int | None
         ({"model_type": "mamba"}, "model_type = mamba: not one of .*llama, .*qwen3"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type = dynamic: not available"),
         ({"hidden_size": None}, "dim"),
-        ({"rms_norm_eps": None}, "rms_norm_eps: not given"),
     ):
         given = {name: value for name, value in (config | change).items() if value is not None}
         write_json(folder / "hub" / "config.json", given)

@@ -173,7 +173,7 @@ def test_a_resumed_run_knows_the_steps_before(tmp_path: Path) -> None:
 def test_a_run_that_has_accepted_no_step_yet_can_be_resumed(optimizer: str, tmp_path: Path) -> None:
     """There are no moments yet: these kernels cannot leave a step out, so the host does."""
     given = ("--optimizer.name", optimizer, "--optimizer.implementation", "for-loop", "--checkpoint.enable", "true")
-    skips = functools.partial(rewrite, "train", "train_step", "/ valid", '/ valid * (np.nan if run.step < 3 else 1)')
+    skips = functools.partial(rewrite, "train", "train_step", "/ valid", "/ valid * (np.nan if run.step < 3 else 1)")
     parts = [observe(*given, steps=2, mutate=skips, at_end=state, folder=str(tmp_path)) for _ in range(2)]
     assert [part.extra["skipped_steps"] for part in parts] == [2, 2]
     whole = observe(*given, steps=4, mutate=skips)

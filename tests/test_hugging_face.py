@@ -119,3 +119,24 @@ def test_published_config_json_is_that_of_the_flavor(name: str, flavor: str) -> 
     model, given = meta_model(Model(name=name, flavor=flavor)), PUBLISHED[name, flavor]
     assert model.hf_misfits(given | {"model_type": model.hf_type}) == []
     assert from_hugging_face(given, type(model.config)) == model.config
+
+
+UNTOLD = (
+    *("rms_norm_eps", "rope_theta", "rope_parameters", "tie_word_embeddings", "sliding_window", "layer_types"),
+    *("query_pre_attn_scalar", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
+)
+KINDS = {
+    kind: type(flavors["debug"])
+    for model_class, flavors in MODELS.values()
+    for kind in dict.fromkeys((model_class.hf_type, *flavors["debug"].hf_defaults))
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
+    """Of fields that no shape of a tensor tells."""
+    whole = {"num_experts_per_tok": 6} | {
+        key: value for key, value in transformers.AutoConfig.for_model(kind).to_dict().items() if value is not None
+    }
+    rest = {key: value for key, value in whole.items() if key not in UNTOLD}
+    assert from_hugging_face(rest, KINDS[kind]) == from_hugging_face(whole, KINDS[kind])
