@@ -44,8 +44,12 @@ class DeepseekV3Config(MixtureConfig):
     hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"moe_layer_freq": 1, "rope_interleave": True}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "deepseek_v3": {
-            **{"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 2.5},
-            **{"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4},
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
         },
         "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
     }

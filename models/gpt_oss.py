@@ -31,10 +31,17 @@ class GptOssConfig(MixtureConfig):
     }
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "gpt_oss": {
-            **{"rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "sliding_window": 128, "num_experts_per_tok": 4},
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150_000.0,
+            "sliding_window": 128,
+            "num_experts_per_tok": 4,
             "rope_scaling": {
-                **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
-                **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
             },
         },
     }

@@ -14,7 +14,7 @@ from components.config import Parallelism, Training
 from models.moe import Experts, Router
 from models.nf4 import is_packed
 from parallelize.precision import compute_in
-from parallelize.sharding import local_part
+from parallelize.sharding import block_of, local_part
 
 
 def apply_data_parallel(
@@ -23,10 +23,12 @@ def apply_data_parallel(
     of_experts: DeviceMesh | None,
     training: Training,
     parallelism: Parallelism,
+    keeps_blocks: bool = False,
 ) -> None:
     """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
 
-    of_experts: the same for experts, if the model has some.
+    of_experts: the same for experts, if the model has some. keeps_blocks: the optimizer keeps one scale for each block of
+    columns (block_of), which no two ranks may share.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
     One rank gathers and reduces nothing: it is wrapped for offloading, in a pipeline's stage, whose micro-batches share
@@ -57,7 +59,7 @@ def apply_data_parallel(
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
     if of_experts is not None:
         routers = {each for module in model.modules() if isinstance(module, Router) for each in module.parameters()}
-        shard = partial(shard, shard_placement_fn=_placements(model, shards, of_experts), ignored_params=routers)
+        shard = partial(shard, shard_placement_fn=_placements(model, shards, of_experts, keeps_blocks), ignored_params=routers)
     # A tied table belongs to both ends of the model: the root holds it, and stays gathered from forward to backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]
@@ -85,7 +87,9 @@ def _computes_in(model: nn.Module, precision: torch.dtype) -> bool:
     return all(each.dtype == precision for each in parameters if not is_packed(each))
 
 
-def _placements(model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh) -> Callable[[nn.Parameter], Any]:
+def _placements(
+    model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh, keeps_blocks: bool
+) -> Callable[[nn.Parameter], Any]:
     """Parameter -> how FSDP shares it: matrices of experts over the ranks of of_experts, None for all others.
 
     Ranks share the experts of a layer, or where there are too few of them, the rows of each matrix, or its columns.
@@ -100,6 +104,8 @@ def _placements(model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh) ->
                 sizes = local_part(weight)[1].shape
                 if is_packed(weight):
                     sizes = sizes[:-1]  # columns are blocks
+                elif keeps_blocks:
+                    sizes = torch.Size((*sizes[:-1], sizes[-1] // block_of(weight.shape[-1])))
                 where = Shard(next((dim for dim, size in enumerate(sizes) if size % of_experts.size(-1) == 0), 0))
                 of_weights[weight] = where if of_experts is shards else ShardPlacementResult(where, info)
     return of_weights.get

@@ -51,7 +51,8 @@ def parallelize(
         apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)
         apply_compile(stage, mesh, config.compile, config.parallelism)
         apply_activation_checkpoint(stage, config.activation_checkpoint, splits_backward(config.parallelism))
-        apply_data_parallel(stage, shards, of_experts, config.training, config.parallelism)
+        keeps_blocks = config.optimizer.state_dtype == "int8"
+        apply_data_parallel(stage, shards, of_experts, config.training, config.parallelism, keeps_blocks)
         assert _trained(stage) == trained, "a layout has changed a parameter's name, or whether it is trained"
     return stages
 

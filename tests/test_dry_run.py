@@ -110,6 +110,13 @@ def test_a_dry_run_is_what_the_real_step_is(name: str, pool: ProcessPoolExecutor
     assert dry_peak == pytest.approx(peak, rel=0.05 if "ZBV" in name else 0.02), dry_peak / peak
 
 
+def test_ranks_that_share_columns_of_experts_cut_no_block_of_moments(pool: ProcessPoolExecutor) -> None:
+    """Of the debug model's 192 columns each rank would have two, half a block."""
+    flavor = ("--model.name", "qwen3_moe", "--model.flavor", "debug", "--optimizer.state_dtype", "int8")
+    batch = ("--training.local_batch_size", "1", "--training.global_batch_size", "96")
+    pool.submit(count_fake, (*flavor, *batch), 0, 96).result()
+
+
 def kept_of_a_wide_vocabulary() -> int:
     """Bytes besides weights and gradients, of 4,096 tokens; in a process of its own."""
     flavors = MODELS["llama"][1]
