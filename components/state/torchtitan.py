@@ -13,8 +13,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.state.folder import Fault, Saved, manifest
+from components.state.packed import to_fill
 from components.state.tensors import Reader, check_finite, check_fit, fill_copies, open_reader
 from components.state.together import read_together
+from models.parameters import is_adapter
 from parallelize.groups import gather, print_on_rank_0
 from parallelize.sharding import own_slice
 
@@ -36,12 +38,13 @@ def is_foreign(saved: Saved) -> bool:
 
 
 def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
-    """Fill every parameter; each rank reads its own slices, and whole tensors where rows are in another order.
+    """Fill every parameter but adapters; each rank reads its slices, and whole tensors where rows are in another order.
 
     Raises ConfigError with every misfit, if a file is outside the folder, or if a number is not finite.
     """
     reader = open_reader(folder, foreign=True)
-    named = [(name, parameter.detach()) for stage in stages for name, parameter in stage.named_parameters()]
+    parameters = [each for stage in stages for each in stage.named_parameters() if not is_adapter(each[0])]
+    named = [(name, parameter.detach()) for name, parameter in parameters]
     weights = dict(named)
     aliases = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
     prefix = _keep_weights(reader, set().union(*gather(aliases - weights.keys())))
@@ -55,9 +58,12 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
     }
 
     def read() -> None:
-        _read({name: tensor for name, tensor in renamed.items() if name not in paired}, reader)
-        for name, stage in paired.items():
-            _read_paired(name, renamed[name], stage.config.head_dim, reader)
+        for name, tensor in renamed.items():
+            with to_fill(tensor) as numbers:
+                if name in paired:
+                    _read_paired(name, numbers, paired[name].config.head_dim, reader)
+                else:
+                    _read({name: numbers}, reader)
 
     read_together(read)
     fill_copies(named, weights)
