@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import JobConfig, load_config, to_dict
+from components.config import EXPORTS, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
@@ -303,7 +303,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
 def export_weights(run: Run, checkpointer: Checkpointer) -> None:
     """Write the last checkpoint's weights for Hugging Face too; of adapters, for PEFT."""
     config = run.config
-    saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / "hugging_face"
+    saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
     export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
 
 

@@ -27,7 +27,7 @@ def apply_data_parallel(
 ) -> None:
     """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
 
-    of_experts: the same for experts, if the model has some. keeps_blocks: the optimizer keeps one scale for each block of
+    of_experts: the same for experts, if the model has some. keeps_blocks: the optimizer has one scale for each block of
     columns (block_of), which no two ranks may share.
 
     Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
@@ -59,7 +59,9 @@ def apply_data_parallel(
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
     if of_experts is not None:
         routers = {each for module in model.modules() if isinstance(module, Router) for each in module.parameters()}
-        shard = partial(shard, shard_placement_fn=_placements(model, shards, of_experts, keeps_blocks), ignored_params=routers)
+        shard = partial(
+            shard, shard_placement_fn=_placements(model, shards, of_experts, keeps_blocks), ignored_params=routers
+        )
     # A tied table belongs to both ends of the model: the root holds it, and stays gathered from forward to backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]

@@ -89,3 +89,11 @@ def test_diff_names_tensors_that_differ(tmp_path: Path) -> None:
 
 def _save_other_sizes(folder: Path) -> None:
     checkpointer(folder, 20, (6, 7, 3)).save(20, {}, model_only=True)
+
+
+def test_a_path_that_cannot_be_read_is_a_mistake_and_no_difference(tmp_path: Path) -> None:
+    run, file = _run_of(tmp_path / "run", 1), tmp_path / "file"
+    file.write_text("")
+    for path in (tmp_path / "nothing", file / "x"):
+        code, printed = command("diff", run, path)
+        assert (code, str(path) in printed) == (2, True), printed

@@ -211,8 +211,13 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone: true would do"
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
-    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_path:
-        yield "checkpoint.initial_load_in_hf", "needs checkpoint.initial_load_path"
+    for key, asked in {"load_step": checkpoint.load_step != -1, "load_only": checkpoint.load_only}.items():
+        if asked and not checkpoint.enable:
+            yield f"checkpoint.{key}", "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
+    start = {"in_hf": checkpoint.initial_load_in_hf, "model_only": not checkpoint.initial_load_model_only}
+    for key, asked in start.items():
+        if asked and not checkpoint.initial_load_path:
+            yield f"checkpoint.initial_load_{key}", "needs checkpoint.initial_load_path"
     if checkpoint.initial_load_in_hf_quantized and not checkpoint.initial_load_in_hf:
         yield "checkpoint.initial_load_in_hf_quantized", "needs checkpoint.initial_load_in_hf = true"
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
@@ -236,10 +241,14 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         folder, whole = (Path(os.path.realpath(path)) for path in (dump / name, dump))
         if folder == whole or not folder.is_relative_to(whole):
             yield key, f"must be a folder inside job.dump_folder = {dump}"
+        if checkpoint.last_save_in_hf and folder.is_relative_to(whole / EXPORTS):
+            yield key, f"checkpoint.last_save_in_hf replaces {dump / EXPORTS} with what it writes"
         try:
             usable_path(str(dump / name))
         except ValueError as error:
             yield key, f"{dump / name}: {error}"
 
 
+EXPORTS = "hugging_face"
+"""Folder in job.dump_folder that last_save_in_hf writes."""
 _PROFILES = ("save_traces_folder", "save_memory_snapshot_folder")

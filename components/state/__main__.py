@@ -23,17 +23,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"{options.folder}: is there already")
     if not dist.is_initialized():
         init_distributed(300)
-    if options.command in ("export", "merge"):
-        return _export(options)
-    lines, good = [], True
-    if options.command == "ls":
-        lines = [*ls(options.run)]
-    elif options.command == "verify":
-        lines, good = verify(options.run, options.step)
-    else:
-        lines, good = diff(open_checkpoint(options.run), open_checkpoint(options.other))
-    print(*lines, sep="\n")
-    return ExitCode.DONE if good else ExitCode.ERROR
+    try:
+        return _export(options) if options.command in ("export", "merge") else _show(options)
+    except OSError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -56,6 +49,18 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("run", type=Path, help="a run's dump_folder (its newest good checkpoint), or a step-N folder")
     command.add_argument("other", type=Path, help="likewise")
     return parser
+
+
+def _show(options: argparse.Namespace) -> int:
+    lines, good = [], True
+    if options.command == "ls":
+        lines = [*ls(options.run)]
+    elif options.command == "verify":
+        lines, good = verify(options.run, options.step)
+    else:
+        lines, good = diff(open_checkpoint(options.run), open_checkpoint(options.other))
+    print(*lines, sep="\n")
+    return ExitCode.DONE if good else ExitCode.ERROR
 
 
 def _export(options: argparse.Namespace) -> int:
