@@ -5,6 +5,7 @@ what has failed are left out.
 """
 
 import datetime
+import errno
 import os
 import re
 import shutil
@@ -176,9 +177,8 @@ def port(job: Job) -> str:
             probe.bind(address)
             return f"{job.settings.endpoint} is free on this node"
         except OSError as error:
-            in_use = f"RDZV_ENDPOINT = {job.settings.endpoint}: {error.strerror}"
-            if socket.gethostbyname(socket.gethostname()) == address[0] or str(address[0]).startswith("127."):
-                raise ConfigError(in_use) from None
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise ConfigError(f"RDZV_ENDPOINT = {job.settings.endpoint}: {error.strerror}") from None
     with socket.socket(family, kind) as probe:
         probe.settimeout(3)
         answers = probe.connect_ex(address) == 0

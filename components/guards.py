@@ -102,8 +102,9 @@ class Guards:
 
     def _tell_end(self, step: int) -> None:
         if dist.get_rank() == 0:
+            what = "loss or gradient not finite" + " or a spike" * bool(self.spikes)
             print(
-                f"steps {step - self.limit + 1} to {step}: loss or gradient not finite {self.limit} steps in a row "
+                f"steps {step - self.limit + 1} to {step}: {what} {self.limit} steps in a row "
                 f"(training.max_nonfinite_steps = {self.limit}); weights are as they were before. "
                 f"Each rank's batch and gradient norms: {self.dump_folder / 'nonfinite'}",
                 file=sys.stderr,

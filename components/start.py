@@ -48,7 +48,7 @@ exit codes
   0  done
   1  unexpected error, with a traceback
   2  a mistake in the job file, the command line or the data
-  3  loss or gradient not finite, training.max_nonfinite_steps times in a row
+  3  training.max_nonfinite_steps steps in a row were skipped: loss or gradient not finite, or a spike
   4  out of memory
   5  a rank or its loader worker was killed, or a collective timed out
   6  stopped by a signal before the run was saved: a second signal after 5 seconds, or too little time

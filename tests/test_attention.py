@@ -13,10 +13,12 @@ from torch.nn.attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import train
+from components.config import ConfigError, load_config
 from models import attention, flex
 from models.attention import KERNELS, AttentionCore, Kernel, Visibility, Visible
 from models.llama import FLAVORS, Llama
 from parallelize.groups import gather
+from parallelize.rules import check_model
 from tests.harness import observe
 
 CP, METHOD = "--parallelism.context_parallel_degree", "--parallelism.context_parallel_method"
@@ -179,3 +181,9 @@ def test_kernels_of_more_than_eight_shapes_are_compiled(monkeypatch: pytest.Monk
             flex._compiled()(q, q, q, block_mask=flex.blocks(Visible(tokens, tokens, q.device)))
     flex._compiled.cache_clear()
     assert counter.frame_count == 10
+
+
+def test_an_unknown_kernel_is_refused_before_adapters_are_made() -> None:
+    config = load_config(["--model.attention_kernel", "sdpb", "--lora.rank", "4"])
+    with pytest.raises(ConfigError, match=r"not one of auto, .*did you mean sdpa"):
+        check_model(config)

@@ -127,6 +127,11 @@ def test_a_port_in_use_and_a_host_that_nobody_knows(
         monkeypatch.setenv("RDZV_ENDPOINT", endpoint)
         assert marks(capsys)[1]["port"] == f"✗RDZV_ENDPOINT = {endpoint}: Address already in use"
     assert marks(capsys)[1]["port"] == f"✓{endpoint} is free on this node"
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")  # as in some containers
+    monkeypatch.setattr(socket.socket, "settimeout", lambda *_: None)
+    monkeypatch.setattr(socket.socket, "connect_ex", lambda *_: 1)
+    monkeypatch.setenv("RDZV_ENDPOINT", "192.0.2.1:1")
+    assert marks(capsys)[1]["port"] == "✓192.0.2.1:1 is of another node, which does not listen yet"
     monkeypatch.setenv("RDZV_ENDPOINT", "no-such-host.invalid:1")
     assert marks(capsys)[1]["port"].startswith("✗RDZV_ENDPOINT = no-such-host.invalid:1: ")
 

@@ -102,6 +102,12 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
             "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
             "checkpoint.initial_load_model_only",
         ),
+        ("--activation_checkpoint.debug", "activation_checkpoint.debug"),
+        ("--compile.enable --compile.components []", "compile.components"),
+        (
+            "--parallelism.pipeline_parallel_layers_per_stage 1 --parallelism.module_fqns_per_model_part [['norm']]",
+            "parallelism.pipeline_parallel_layers_per_stage",
+        ),
         ("--checkpoint.load_step 20", "checkpoint.load_step"),
         ("--checkpoint.load_only", "checkpoint.load_only"),
         ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),

@@ -79,7 +79,8 @@ def test_what_a_row_does_not_have_is_left_out() -> None:
 @pytest.mark.parametrize("lines", [0, 1, 30])
 def test_any_number_of_lines_can_be_drawn(tmp_path: Path, lines: int) -> None:
     panel = Panel("a title", "", {f"run {number}": ([1, 2], [0.0, None]) for number in range(lines)}, log=True)
-    draw([panel] * 3, tmp_path / "picture.png")
+    named = Panel("of a$x_{", "", {"run $x_{$d": ([1], [2.0]), "_run": ([1], [2.0])}, log=True)
+    draw([panel, panel, named], tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -43,6 +43,7 @@ COMPILE = ("--compile.enable", "true")
 BUDGET = ("--activation_checkpoint.mode", "memory_budget")
 SCALED = ("--model.converters", '["quantize.linear.float8"]')
 OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+LOG = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.debug", "true")
 ASYNC = "--parallelism.enable_async_tensor_parallel"
 FLOAT8 = (*SCALED, "--quantize.linear.float8.emulate", "true")
 ROWWISE = (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise")
@@ -111,6 +112,9 @@ CASES = [
         "gradients would be wrong without an error",
         "gradient",
     ),
+    Refused("log of operations", (*LOG, *OP), 'selective_ac_option = "1" would do', "error", ranks=1),
+    Refused("log of operations", (*LOG, *COMPILE), "no operation that could be logged", "error", ranks=1),
+    Refused("log of operations", (*LOG, PP, "2", SCHEDULE, "DualPipeV"), "each layer twice again", "error", 2, SIX),
     *(
         Refused("memory budget", (*BUDGET, *more), "the compiler keeps to the budget: it needs", "", ranks=1)
         for more in ((), (*COMPILE, "--compile.components", '["loss"]'), (*COMPILE, "--compile.backend", "eager"))
@@ -130,7 +134,6 @@ CASES = [
     Refused("rope scaling", (ROPE + "rope_type", "yarn"), "stretches nothing with factor = 1", "", ranks=1),
     Refused("adapters", LORA, "wqq is no matrix of the layers; did you mean wq?", "error", ranks=1),
     Refused("blocks of a base", ("--lora.rank", "4", "--lora.base", "nf4", TP, "2"), "no whole blocks of 64", ""),
-    Refused("attention kernel", (KERNEL, "sdpb"), "not one of auto, .*did you mean sdpa", "error", ranks=1),
     Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
     Refused("attention kernel", (KERNEL, "sdpa", *SINKS), "the sinks of gpt_oss has kernels of its own", "", ranks=1),
     Refused(
@@ -177,7 +180,6 @@ CASES = [
     ),
     Refused("experts' ranks", (TP, "2", EP, "2"), "llama changed has no experts; 1 would do", ""),
     Refused("experts' ranks", (*EXPERTS, TP, "2", EP, "4"), "8 experts on 2 ranks.*; 1 or 2 would do", ""),
-
     *(
         Refused(f"experts.{key}", (f"--experts.{key}", "0.1"), "llama changed has no experts; 0 would do", "", ranks=1)
         for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")

@@ -28,6 +28,7 @@ def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpus", lambda: 0)
     assert settings().ranks == 2
     assert settings(load_config(["--parallelism.data_parallel_replicate_degree", "4"])).ranks == 4
+    assert settings(load_config(["--parallelism.data_parallel_shard_degree", "1"])).ranks == 1
     assert settings(NGPU="3").ranks == 3
     four = load_config(["--parallelism.data_parallel_shard_degree", "4"])
     assert settings(four, NNODES="2", RDZV_ENDPOINT="a:1").ranks == 2

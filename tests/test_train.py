@@ -199,7 +199,7 @@ def test_non_finite_for_too_long_ends_the_run_with_its_own_code(run_folder: Path
     )
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 3, output
-    assert "not finite 3 steps in a row" in output
+    assert "loss or gradient not finite 3 steps in a row" in output
 
 
 @pytest.mark.torchrun

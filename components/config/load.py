@@ -195,6 +195,14 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     if checkpointing.offload and (checkpointing.mode not in ("full", "selective") or per_op):
         reason = 'it moves the inputs of checkpointed layers: needs mode = "full", or "selective" and a number'
         yield "activation_checkpoint.offload", reason
+    if checkpointing.debug and checkpointing.mode not in ("full", "selective"):
+        yield "activation_checkpoint.debug", 'no layer is computed again: needs mode = "full" or "selective"'
+    if config.compile.enable and not config.compile.components:
+        yield "compile.components", 'nothing would be compiled; ["model", "loss"] is usual'
+    for key in ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers"):
+        given = f"parallelism.pipeline_parallel_{key}" in config.origins
+        if given and config.parallelism.module_fqns_per_model_part:
+            yield f"parallelism.pipeline_parallel_{key}", "module_fqns_per_model_part lists the stages: leave it out"
     checkpoint, float8 = config.checkpoint, "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'

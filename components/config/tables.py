@@ -229,7 +229,7 @@ class Validation:
     seq_len: Positive | None = None
     """Tokens of one sequence; training's if unset."""
     freq: Positive = 10
-    """Steps between two validations; the last step is always validated."""
+    """Steps between two validations; the last step is validated too, unless a signal stops the run in it."""
     steps: Literal[-1] | Positive = -1
     """Length of a validation in global batches of training, from the first sequence on; -1 takes all the data."""
 

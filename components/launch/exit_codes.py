@@ -12,7 +12,7 @@ class ExitCode(IntEnum):
     CONFIG = 2
     """A mistake in the job file, the command line or the data: fix it and start again."""
     NONFINITE = 3
-    """Loss or gradient was not finite for training.max_nonfinite_steps steps in a row."""
+    """training.max_nonfinite_steps steps in a row were skipped: loss or gradient not finite, or a spike."""
     OUT_OF_MEMORY = 4
     LOST_RANK = 5
     """A rank or its loader worker was killed, or a collective timed out."""

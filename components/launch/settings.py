@@ -86,8 +86,9 @@ def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
 
 def _default_ranks(config: JobConfig, nodes: int) -> int:
     """All GPUs of this node; on CPU the ranks that the layout needs, or 2 if any number will do."""
-    needed = minimum_ranks(config)
-    return gpus() or (max(1, needed // nodes) if needed > 1 else 2)
+    needed, degrees = minimum_ranks(config), config.parallelism
+    any_number = -1 in (degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree)
+    return gpus() or (2 if any_number and needed == 1 else max(1, needed // nodes))
 
 
 def gpus() -> int:

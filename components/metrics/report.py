@@ -53,23 +53,27 @@ class Panel:
         for number, (name, (x, y)) in enumerate(self.lines.items()):
             if self.shades:
                 style: dict[str, Any] = {"color": colormaps["viridis"](0.9 * number / max(1, last))}
-                style |= {"label": name} if number in (0, last) else {}
+                style |= {"label": _plain(name)} if number in (0, last) else {}
             elif number < len(COLOURS):
                 # Dashes make lines visible that lie on top of each other.
-                style = {"color": COLOURS[number], "label": name, "ls": (0, (4, 1.5 + number % 4)) if number else "-"}
+                style = {
+                    "color": COLOURS[number],
+                    "label": _plain(name),
+                    "ls": (0, (4, 1.5 + number % 4)) if number else "-",
+                }
             else:
                 style = {"color": "#bbbbbb", "lw": 0.8, "zorder": 1, "label": None if number < last else "others"}
             values = [math.nan if value is None or (self.log and value <= 0) else value for value in y]
             axes.plot(x, values, **{"lw": 1.3, "marker": "o" if len(values) < 12 else "", "ms": 3} | style)
         for number, (name, (x, y)) in enumerate(self.limits.items()):
-            axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=name)
+            axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=_plain(name))
             if number == 0:
                 axes.fill_between(x, y, color="#009E73", alpha=0.1, lw=0)
         drawn = [*self.lines.values(), *self.limits.values()]
         if self.log and any(value and value > 0 for _, y in drawn for value in y):
             axes.set_yscale("log")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        axes.set_title(self.title, fontsize=11)
+        axes.set_title(_plain(self.title), fontsize=11)
         axes.set(xlabel="step", ylabel=self.unit)
         axes.grid(alpha=0.3)
         names = axes.get_legend_handles_labels()[1]
@@ -77,6 +81,11 @@ class Panel:
             columns = 3 if max(map(len, names), default=0) < 18 else 2
             below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "frameon": False}
             axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
+
+
+def _plain(text: str) -> str:
+    """Text as it is: matplotlib takes what is between two $ for a formula, and leaves labels from _ on out."""
+    return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def draw(panels: Sequence[Picture], path: Path, columns: int = 2) -> None:

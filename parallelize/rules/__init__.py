@@ -75,6 +75,11 @@ RULES = [
         "compiled layer; a memory budget is the compiler's own way.",
     ),
     Rule(
+        "activation_checkpoint.debug",
+        compile.debug_misfit,
+        "torch writes down what a layer calls in one context, which is entered once, in Python.",
+    ),
+    Rule(
         "parallelism.enable_async_tensor_parallel",
         compile.async_misfit,
         "inductor cuts the messages of sequence parallel into pieces: it has to "
@@ -267,6 +272,7 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
 def check_model(config: JobConfig) -> None:
     """Raises ConfigError for an unknown model.name or model.flavor, with the nearest known name."""
     from models import MODELS
+    from models.attention import KERNELS
 
     name, flavor = config.model.name, config.model.flavor
     if name not in MODELS:
@@ -274,6 +280,9 @@ def check_model(config: JobConfig) -> None:
     flavors = MODELS[name][1]
     if flavor not in flavors:
         raise ConfigError(mistake(config, "model.flavor", not_among(flavor, flavors)))
+    if config.model.attention_kernel not in KERNELS:
+        reason = not_among(config.model.attention_kernel, KERNELS)
+        raise ConfigError(mistake(config, "model.attention_kernel", reason))
     for key in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(config.checkpoint, key) and not MODELS[name][0].hf_type:
             raise ConfigError(mistake(config, f"checkpoint.{key}", f"Hugging Face has no {name} (its hf_type)"))

@@ -3,6 +3,7 @@
 from components.config import JobConfig
 from parallelize.mesh import Degrees
 from parallelize.rules.sizes import not_among
+from parallelize.schedules import splits_backward
 
 
 def compiles_layers(config: JobConfig) -> bool:
@@ -18,6 +19,20 @@ def per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
             'an error; mode = "memory_budget", or a number of layers, as "2", would do'
         )
+    return ""
+
+
+def debug_misfit(config: JobConfig, degrees: Degrees) -> str:
+    """torch's log of operations is a context that is entered once, and is no code that can be compiled."""
+    checkpointing = config.activation_checkpoint
+    if not checkpointing.debug or checkpointing.mode not in ("full", "selective"):
+        return ""
+    if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
+        return 'torch logs whole layers alone; selective_ac_option = "1" would do'
+    if compiles_layers(config):
+        return 'a compiled layer calls no operation that could be logged; compile.components = ["loss"] would do'
+    if splits_backward(config.parallelism):
+        return "the schedule computes each layer twice again, and torch logs it once; another schedule would do"
     return ""
 
 

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 from components.config import JobConfig, Lora, RopeScaling
 from parallelize.mesh import Degrees
-from parallelize.rules.sizes import not_among, sizes_of
+from parallelize.rules.sizes import sizes_of
 
 _OF_TYPE = {
     "linear": {"factor"},
@@ -15,12 +15,7 @@ _OF_TYPE = {
 
 
 def kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
-    from models.attention import KERNELS
-
-    kernel = config.model.attention_kernel
-    if kernel not in KERNELS:
-        return not_among(kernel, KERNELS)
-    if kernel == "auto":
+    if config.model.attention_kernel == "auto":
         return ""
     if sizes_of(config).sinks:
         return f'attention with the sinks of {config.model.name} has kernels of its own; "auto" would do'
