@@ -98,10 +98,11 @@ def _own(job: Job, path: str | None) -> str:
                 raise ConfigError(document.reason)
     size = sum(file.stat().st_size for file in files)
     batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
+    said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
     # A token has at least one byte; what a compressed file holds is not known before it is read.
     if path is None and not any(file.suffix == ".parquet" for file in files) and size < batch * training.seq_len:
-        raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one step: {batch} sequences")
-    return f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
+        said += f", less than the {batch} sequences of one step: each is seen several times in it"
+    return said
 
 
 def initial_weights(job: Job) -> str:

@@ -1,7 +1,6 @@
 """Saves that cannot be written: every rank raises, says which rank failed and why, and nothing older is lost."""
 
 import resource
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import torch.distributed as dist
 
 from components.state import checkpoint
 from tests.checkpoints import checkpointer, load, names, run, saved, value_of
+from tests.processes import small_disk
 
 
 def _fill_disk(rank: int) -> None:
@@ -60,19 +60,12 @@ def test_one_rank_that_cannot_write_is_reported_by_all_and_nothing_is_lost(
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_a_disk_that_is_full(tmp_path: Path, mode: str) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root can mount a small disk")
-    try:
+    with small_disk(tmp_path / "disk", "100k") as disk:
         saved(disk, 10, world=2)
         for outcome in run(_save_on_full_disk, disk, -1, mode, (160, 150, 30), world=2):
             assert "No space left on device" in outcome.value[0], outcome
         assert names(disk) == {"step-10"}
         assert value_of(load, disk) == 10
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def _fail_to_publish(folder: Path, name: str) -> str:

@@ -1,5 +1,6 @@
 """The token cache: no document is lost, it is found again by what decides the tokens, and a damaged one is told."""
 
+import dataclasses
 import json
 import os
 import time
@@ -9,6 +10,8 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+import tokenizers
+from tokenizers import normalizers, pre_tokenizers
 
 from components.config import ROOT, ConfigError
 from components.data import PackedSequences, prepare
@@ -151,7 +154,8 @@ def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -
     assert size > 3 * BLOCK_BYTES
     sequences = PackedSequences(cache, 1000)
     assert sequences.get(np.arange(len(sequences)))[0].shape[0] == len(sequences)
-    content = bytearray(file.read_bytes())
+    whole = file.read_bytes()
+    content = bytearray(whole)
     content[2 * BLOCK_BYTES + 5] ^= 1
     file.write_bytes(content)
     sequences = PackedSequences(prepare(spec, 1), 1000)
@@ -161,6 +165,13 @@ def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -
     held_out = PackedSequences(prepare(spec, 1), 40_000, "train", 0.05)
     with pytest.raises(ConfigError, match="block 2 is damaged"):
         held_out.get(np.arange(len(held_out)))
+    # A sequence of validation jumps at each join, here over two blocks.
+    content[2 * BLOCK_BYTES + 5] ^= 1
+    content[BLOCK_BYTES : 2 * BLOCK_BYTES] = bytes(BLOCK_BYTES)
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="block 1 is damaged"):
+        PackedSequences(prepare(spec, 1), 8192, "validation", 0.1).get(np.array([0]))
+    file.write_bytes(whole)
     (cache.folder / "blocks.bin").unlink()  # as a cache of before there were hashes
     PackedSequences(prepare(spec, 1), 1000).get(np.arange(len(sequences)))
 
@@ -201,3 +212,17 @@ def test_tokens_do_not_depend_on_where_chunks_are_cut() -> None:
         ids += tokenizer.encode(text[start:end])
         start = end
     assert ids == tokenizer.encode(text)
+
+
+def test_chunks_begin_with_no_space_that_the_text_does_not_have(tmp_path: Path) -> None:
+    """Of tokenizers that put a space before each text, as those made from SentencePiece do."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"])
+    made.train_from_iterator([WORDS], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text((WORDS * 9000)[:150_000].strip())
+    spec = dataclasses.replace(spec_of(tmp_path / "a.txt", tmp_path / "cache"), tokenizer_path=str(tmp_path))
+    tokens = prepare(spec, 1).tokens.tolist()
+    assert tokens == made.encode((tmp_path / "a.txt").read_text()).ids

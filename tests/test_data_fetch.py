@@ -15,6 +15,7 @@ from components.config import ROOT
 from components.data import prepare
 from tests.caches import spec_of
 from tests.hub import COMMIT, GATED, serving
+from tests.processes import small_disk
 
 NOWHERE = "http://127.0.0.1:9"
 TEXTS = [line for line in (ROOT / "assets/kjv/02-exodus.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -186,13 +187,8 @@ def test_without_network_a_job_is_refused_before_it_starts(tmp_path: Path) -> No
 
 
 def test_a_full_disk_is_told_and_the_same_command_goes_on(hub: tuple[str, Path], tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60k", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("only root can mount a small disk")
-    fetch = ["fetch", "org/model", "--only", "tokenizer", "weights", "--into", str(disk)]
-    try:
+    with small_disk(tmp_path / "disk", "60k") as disk:
+        fetch = ["fetch", "org/model", "--only", "tokenizer", "weights", "--into", str(disk)]
         ((_, full),) = run([fetch], hub[0], tmp_path / "home")
         assert full == (
             "org/model: cannot write: No space left on device; what is there stays, the same command goes on from it"
@@ -201,5 +197,3 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(hub: tuple[str, Path],
         ((out, code),) = run([fetch], hub[0], tmp_path / "home")
         assert code == 0, out
         assert (disk / "tokenizer.model").read_bytes() == (ROOT / "assets/tokenizer/tokenizer.model").read_bytes()
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

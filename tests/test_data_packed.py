@@ -1,5 +1,7 @@
 """Packing: sequences of the token stream, what is held out of it, document ids, and batches for validation."""
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -10,6 +12,7 @@ from components.config import ConfigError
 from components.data import PackedSequences
 from components.data.loader import IGNORED, Order, build_loader, validation_batches
 from tests.caches import cache_of
+from tests.harness import observe
 
 
 @pytest.mark.parametrize("seq_len", [1, 3, 16, 100])
@@ -114,3 +117,20 @@ def test_validation_sees_every_sequence_once(tmp_path: Path, size: int, local: i
     assert padding == [[IGNORED] * 3] * len(padding)
     few = [batch for rank in range(ranks) for batch in validation_batches(sequences, local, rank, ranks, 1)]
     assert sum(int((batch["labels"] != IGNORED).sum()) for batch in few) == 3
+
+
+def _on_a_node_of_its_own(folder: Path) -> None:
+    os.environ["LOCAL_RANK"] = "0"
+    os.environ["HOME"] = str(folder / os.environ["RANK"])
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_nodes_with_other_files_are_told(streamed: bool, tmp_path: Path) -> None:
+    for rank, text in enumerate(("In the beginning " * 2000, "And the earth was " * 2000)):
+        (tmp_path / str(rank) / "data").mkdir(parents=True)
+        (tmp_path / str(rank) / "data" / "a.txt").write_text(text)
+    words = ["--training.dataset_path", "~/data", "--training.dataset_cache", str(tmp_path / "cache")]
+    words += ["--training.dataset_streaming"] * streamed
+    layout = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "18")
+    with pytest.raises(RuntimeError, match="~/data: ranks 1 have found other data than rank 0"):
+        observe(*words, *layout, ranks=2, steps=1, mutate=partial(_on_a_node_of_its_own, tmp_path))

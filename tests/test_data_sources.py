@@ -23,6 +23,8 @@ def test_a_path_may_be_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
     assert find_files(str(folder / "b.txt")) == [folder / "b.txt"]
     assert find_files(f"{tmp_path}/my data*/*.t*xt") == [folder / "a.text", folder / "b.txt"]
     assert find_files(f"{tmp_path}/**/*.*") == [folder / name for name in names]
+    assert find_files(f"{tmp_path}/**/sub/**/*.jsonl") == find_files(f"{tmp_path}/**/sub/**") == [folder / names[2]]
+    assert find_files(f"{tmp_path}/**/my*/**/?.t*xt") == [folder / name for name in names[:2]]
 
 
 def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
@@ -132,9 +134,11 @@ def test_parquet_is_read_and_what_is_wrong_names_the_file(tmp_path: Path) -> Non
             prepare(spec_of(file, tmp_path / "cache"), 1)
     file.write_bytes(whole[:200] + b"\xff" * 300 + whole[500:])
     assert reasons(file)[0].startswith(f"{file}: cannot be read as parquet after row")
-    invalid = pyarrow.array([b"good", b"\xff"]).view(pyarrow.string())
+    invalid = pyarrow.array([b"good", b"ab\xff", b"again"]).view(pyarrow.string())
     pyarrow.parquet.write_table(pyarrow.table({"text": invalid}), file)
-    assert len(reasons(file)) == 1
+    first, bad, last = read_documents(file, "text")
+    assert (first, last) == ("good", "again")
+    assert bad == BadRecord(f"{file}: row 2: not UTF-8 at byte 2 of the text")
 
 
 def test_a_spec_is_what_the_job_file_says() -> None:

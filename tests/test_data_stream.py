@@ -16,7 +16,9 @@ from components.data import PackedSequences
 from components.data.order import check_data_order, data_order
 from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, check_stream, is_stream, read_progress, stream_documents, stream_spec
+from components.data.tokenizer import load_tokenizer
 from tests.caches import read
+from tests.processes import wait_until
 from tests.streams import (
     SEQ_LEN,
     VERSES,
@@ -124,6 +126,30 @@ def test_a_resume_on_files_that_changed_at_equal_size_is_refused(tmp_path: Path)
         older = {"data_order": data_order(first.key, None, config), "global_batch_size": 4}
         check_data_order(older, now, 4)
         saved = now
+
+
+def test_an_end_that_is_published_after_the_last_token_is_seen(tmp_path: Path) -> None:
+    """One document: the writer knows only later that there is no other."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("\ufeff" + "\n".join(VERSES[:40]))
+    with streamed(spec(tmp_path / "data", tmp_path / "cache"), ahead_tokens=10_000) as sequences:
+        sequences.get(np.array([0]))
+        cache = sequences.cache
+        wait_until(lambda: read_progress(cache.folder)["is_whole"])
+        cache.is_whole = False  # as mapped just before
+        count = (len(cache.tokens) - 1) // SEQ_LEN
+        again, _ = sequences.get(np.array([count]))
+        assert np.array_equal(again, sequences.get(np.array([0]))[0])
+    tokens = load_tokenizer(cache.spec.tokenizer_path).encode("\n".join(VERSES[:40]))
+    assert cache.tokens[1:-1].tolist() == tokens
+
+
+def test_files_of_a_second_kind_are_not_left_out_silently(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "b.txt").write_text("two")
+    with pytest.raises(ConfigError, match=r"one kind, json, and would leave out .*sub/b\.txt"):
+        next(stream_documents(spec(tmp_path, tmp_path / "cache"), {}))
 
 
 FIELD = ["--training.dataset_text_field", "id"]

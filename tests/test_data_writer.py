@@ -18,7 +18,7 @@ from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, read_progress, read_wanted, start_writer
 from components.data.writer import begin, write
 from tests.caches import documents_of, read
-from tests.processes import ended, processes_of, start, wait_until
+from tests.processes import ended, processes_of, small_disk, start, wait_until
 from tests.streams import (
     SEQ_LEN,
     VERSES,
@@ -96,6 +96,15 @@ def test_a_full_disk_is_told(books: tuple[Path, PackedSequences], tmp_path: Path
     with pytest.raises(RuntimeError, match=r"tokenizing .* ahead failed: OSError: .*File too large"):
         StreamedSequences(StreamCache(of, writer), SEQ_LEN).get(np.array([4000]))
     writer.communicate()
+
+
+def test_a_disk_without_a_free_byte_is_told(books: tuple[Path, PackedSequences], tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "40k") as disk:
+        of = spec(books[0], disk)
+        writer = start_writer(of)
+        with pytest.raises(RuntimeError, match=r"tokenizing .* ahead failed: OSError: .*No space left on device"):
+            StreamedSequences(StreamCache(of, writer), SEQ_LEN).get(np.array([4000]))
+        writer.communicate()
 
 
 def test_a_record_without_text_stops_the_run_or_is_counted(tmp_path: Path) -> None:

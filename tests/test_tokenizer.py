@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from components.data.tokenizer import (
     SPECIAL_TOKENS,
     JsonTokenizer,
     TiktokenTokenizer,
+    export_tokenizer,
     find_tokenizer,
     fingerprint,
     load_tokenizer,
@@ -111,6 +113,14 @@ def test_first_and_last_token_come_from_the_settings(saved: Path, tmp_path: Path
     assert load_tokenizer(str(saved / "tokenizer.json")).eos_id == 1
     bare = load_tokenizer(str(save_json_tokenizer(tmp_path, settings=False)))
     assert (bare.bos_id, bare.eos_id) == (None, None)
+
+
+def test_a_file_of_any_name_is_exported_under_the_usual_one(saved: Path, tmp_path: Path) -> None:
+    shutil.copy(saved / "tokenizer.json", tmp_path / "mine.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    export_tokenizer(str(tmp_path / "mine.json"), tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (saved / "tokenizer.json").read_bytes()
 
 
 def test_a_tokenizer_that_asks_for_short_inputs_still_encodes_all(saved: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Sequences of one length, cut from a token stream without gaps; the part held out; and the two sets of a job."""
 
 import os
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -121,10 +122,26 @@ class StreamedSequences(PackedSequences):
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
-    """Training and validation sequences; validation has separate data or a held-out part.
+    """Training and validation sequences; validation has separate data or a held-out part. Called by all ranks.
 
-    Raises ConfigError if the tokenizer has more tokens than vocab_size, or if there is not enough text.
+    Raises ConfigError if the tokenizer has more tokens than vocab_size, if there is not enough text, or if ranks, which
+    each read the files of their own node, have found different data.
     """
+    import torch.distributed as dist  # whoever only tokenizes needs no torch
+
+    from parallelize.groups import gather
+
+    built = _build(config, vocab_size)
+    if dist.is_initialized():
+        found = gather([(part.key, part.content) for part in built if part is not None])
+        if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:
+            where = config.training.dataset_path or config.training.dataset
+            reason = f"ranks {', '.join(map(str, others))} have found other data than rank 0"
+            raise ConfigError(f"training data {where}: {reason}: all nodes need the same files")
+    return built
+
+
+def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
     training, validation = config.training, config.validation
     if is_stream(training):
         return _streamed(config, vocab_size)
@@ -147,7 +164,10 @@ def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, Pack
     # A dataset of the hub may change at any time: all ranks read the commit that rank 0 has resolved.
     spec = from_rank_0(lambda: stream_spec(config))
     _check_vocabulary(config, spec.vocab_size, vocab_size)
-    writer = start_writer(spec) if int(os.environ.get("LOCAL_RANK", 0)) == 0 else None
+    first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if first_of_node and spec.revision is None:  # another node may have other files in this folder
+        spec = replace(spec, content=stream_spec(config).content)
+    writer = start_writer(spec) if first_of_node else None
     train_set = StreamedSequences(StreamCache(spec, writer), config.training.seq_len)
     return train_set, _own_validation(config) if config.validation.enable else None
 

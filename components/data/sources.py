@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
@@ -75,12 +76,23 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 def _matches(pattern: str) -> Iterator[Path]:
     """What a glob matches; ** by walk, since glob's own ** follows circular links."""
-    head, deep, tail = pattern.partition("**")
-    if not deep:
+    parts = Path(pattern).parts
+    if "**" not in parts:
         yield from map(Path, glob.glob(pattern))
         return
-    for folder in glob.glob(head or "."):
-        yield from (file for file in walk(Path(folder)) if file.relative_to(folder).match(tail.strip("/") or "*"))
+    first = parts.index("**")
+    tail = (*parts[first:], "*") if parts[-1] == "**" else parts[first:]
+    for folder in glob.glob(str(Path(*parts[:first]))):
+        yield from (file for file in walk(Path(folder)) if _covers(tail, file.relative_to(folder).parts))
+
+
+def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+    """Part by part; ** stands for any number of folders."""
+    if not pattern:
+        return not parts
+    if pattern[0] == "**":
+        return any(_covers(pattern[1:], parts[skipped:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _covers(pattern[1:], parts[1:])
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
@@ -128,10 +140,15 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
             yield BadRecord(f'{file}: no column "{text_field}" (training.dataset_text_field); it has {names}')
             return
         for group in table.iter_batches(columns=[text_field]):
-            for text in group.column(0).to_pylist():
+            for value in group.column(0):
                 number += 1
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    yield BadRecord(f"{file}: row {number}: not UTF-8 at byte {error.start} of the text")
+                    continue
                 yield text if isinstance(text, str) else BadRecord(f"{file}: row {number}: no text in {text_field}")
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+    except (pyarrow.ArrowException, OSError) as error:
         yield BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}")
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from components.config import ConfigError, JobConfig, Training, mistake, python_path
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
-from components.data.sources import HUB, REGISTERED, BadRecord, check_inside, walk
+from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_inside, walk
 from components.data.tokenizer import load_tokenizer, try_tokenizer
 from components.files import read_json_if_whole, sample
 
@@ -163,7 +163,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
     builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
     _check_builder(builder, spec)
     if builder.name == "text":
-        builder.config.sample_by = "document"  # a file is a document, as without streaming
+        builder.config.sample_by = "document"  # a file is a document, as without streaming; \r becomes \n
     stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
     if place:
         stream.load_state_dict(place["state"])
@@ -172,6 +172,8 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
         for record in stream:
             records += 1
             text = record.get(spec.text_field)
+            if builder.name == "text":
+                text = text.removeprefix("\ufeff")
             skipped += not isinstance(text, str)
             reason = f'record {records:,}: no text in field "{spec.text_field}" (training.dataset_text_field)'
             behind = {"records": records, "skipped": skipped, "state": stream.state_dict()}
@@ -187,7 +189,13 @@ def _check_builder(builder: Any, spec: StreamSpec) -> None:
         raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
     if spec.revision is None:
         named = [file for files in (builder.config.data_files or {}).values() for file in files]
-        check_inside(Path(spec.path), [Path(str(file).rpartition("::")[2]) for file in named])
+        found = [Path(str(file).rpartition("::")[2]) for file in named]
+        check_inside(Path(spec.path), found)
+        read = {file.resolve() for file in found}
+        others = [file for file in walk(Path(spec.path)) if file.suffix in READERS and file.resolve() not in read]
+        if others:
+            reason = f"a stream reads files of one kind, {builder.name}, and would leave out {others[0]}"
+            raise ConfigError(f"training data {spec.path}: {reason}: move it, or leave out training.dataset_streaming")
 
 
 _KINDS = ("parquet", "json", "text", "csv", "arrow")
@@ -231,7 +239,8 @@ class StreamCache:
             if len(self.tokens) >= wanted:
                 return
             progress = read_progress(self.folder)
-            if progress.get("tokens", 0) > len(self.tokens):
+            # The end may be published after the last token.
+            if progress.get("tokens", 0) > len(self.tokens) or progress.get("is_whole"):
                 self._map(progress)
             if self.is_whole or len(self.tokens) >= wanted:
                 return

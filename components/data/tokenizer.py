@@ -218,7 +218,8 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
         }
         write_json(folder / "tokenizer_config.json", settings)
     else:
-        for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        shutil.copyfile(file, folder / "tokenizer.json")
+        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
             if (there := file.with_name(name)).exists():
                 shutil.copyfile(there, folder / name)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}

@@ -1,5 +1,6 @@
 """`python -m components.data.writer`: tokenizes a stream ahead of its readers. Started by stream.start_writer."""
 
+import contextlib
 import json
 import os
 import signal
@@ -44,11 +45,11 @@ def main() -> None:
         if not progress["is_whole"]:
             write(spec, progress, ahead_tokens)
     except ConfigError as error:
-        _publish(spec.folder, read_progress(spec.folder) | {"error": str(error), "is_mistake": True})
+        _publish_error(spec, str(error), is_mistake=True)
     except Exception as error:
         traceback.print_exc()
         reason = f"tokenizing {spec.path} ahead failed: {type(error).__name__}: {error}"
-        _publish(spec.folder, read_progress(spec.folder) | {"error": reason, "is_mistake": False})
+        _publish_error(spec, reason, is_mistake=False)
 
 
 def _end_with_parent() -> None:
@@ -59,15 +60,28 @@ def _end_with_parent() -> None:
 def begin(spec: StreamSpec) -> dict[str, Any]:
     """The progress so far, without an earlier writer's error; earlier requests of readers are reset."""
     progress = read_progress(spec.folder) | {"error": None}
-    sizes = {"tokens.bin": token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)}
-    sizes["documents.bin"] = 8 * progress.get("documents", 0)
-    if any(size and _size(spec.folder / name) < size for name, size in sizes.items()):
+    if any(size and _size(spec.folder / name) < size for name, size in _published(spec, progress).items()):
         print(f"{spec.folder}: shorter than it was: made again from the start", file=sys.stderr, flush=True)
         progress = {}
     progress = {"key": spec.key, "tokens": 0, "documents": 0, "place": {}, "is_whole": False, "error": None} | progress
     (spec.folder / "wanted").write_bytes(bytes(8))
     _publish(spec.folder, progress)
     return progress
+
+
+def _published(spec: StreamSpec, progress: dict[str, Any]) -> dict[str, int]:
+    """Bytes that readers know of, by file."""
+    tokens = token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)
+    return {"tokens.bin": tokens, "documents.bin": 8 * progress.get("documents", 0)}
+
+
+def _publish_error(spec: StreamSpec, error: str, is_mistake: bool) -> None:
+    """Publish why there will be no more; what was written since the last time makes room, should the disk be full."""
+    progress = read_progress(spec.folder)
+    for name, size in _published(spec, progress).items():
+        with contextlib.suppress(OSError):
+            os.truncate(spec.folder / name, size)
+    _publish(spec.folder, progress | {"error": error, "is_mistake": is_mistake})
 
 
 def _size(file: Path) -> int:
