@@ -100,7 +100,10 @@ def _own(job: Job, path: str | None) -> str:
     batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
     # A token has at least one byte; what a compressed file holds is not known before it is read.
-    if path is None and not any(file.suffix == ".parquet" for file in files) and size < batch * training.seq_len:
+    known = path is None and not any(file.suffix == ".parquet" for file in files)
+    if known and size < training.seq_len:
+        raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
+    if known and size < batch * training.seq_len:
         said += f", less than the {batch} sequences of one step: each is seen several times in it"
     return said
 

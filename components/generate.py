@@ -244,7 +244,9 @@ def main(argv: list[str]) -> int:
         parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
     device = init_distributed(300)
     source = open_source(options.source, options.step)
-    tokenizer = load_tokenizer(source.tokenizer)
+    tokenizer, rows = load_tokenizer(source.tokenizer), source.model.config.vocab_size
+    if tokenizer.rows > rows:
+        raise ConfigError(f"{source.tokenizer}: {tokenizer.rows} tokens, but {source.name} has a table of {rows}")
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model = build(source, device, getattr(torch, dtype))
     first = dist.get_rank() == 0

@@ -3,6 +3,7 @@
 On a machine without GPUs only the last check imports torch, so mistakes are reported at once.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import gc
@@ -14,7 +15,7 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
+from components.config import ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
 from components.launch.exit_codes import ExitCode
 from components.launch.process import preload
 from components.launch.settings import Settings, gpus, read_settings, wrong
@@ -150,9 +151,13 @@ def check_initial_weights(config: JobConfig) -> None:
     from components.state.weights import check_weights
     from models import meta_model
 
-    path = Path(checkpoint.initial_load_path)
+    path, wanted = Path(checkpoint.initial_load_path), config.model
+    if wanted.rope_scaling.rope_type:  # the weights may be of before
+        with contextlib.suppress(ConfigError):
+            check_weights(meta_model(published := dataclasses.replace(wanted, rope_scaling=RopeScaling())), path)
+            wanted = published
     try:
-        quantized = check_weights(meta_model(config.model), path)
+        quantized = check_weights(meta_model(wanted), path)
     except ConfigError as error:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
     if quantized != checkpoint.initial_load_in_hf_quantized:

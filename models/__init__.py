@@ -42,9 +42,13 @@ def sizes(model: Chosen) -> Any:
         return replace(config, rope_scaling=None)
     own = config.rope_scaling
     original = asked.original_max_position_embeddings
-    original = original or (own.original_max_position_embeddings if own else config.context_length)
-    turns = {"beta_fast": asked.beta_fast, "beta_slow": asked.beta_slow}
-    stretched = RopeScaling(asked.rope_type, asked.factor, original, **turns)
+    if not original and own and own.rope_type != "linear":
+        original = own.original_max_position_embeddings
+    original = original or round(config.context_length / (own.factor if own else 1))
+    # Of the flavor's own kind of stretching there may be more settings than the job file has keys.
+    kept = own if own and own.rope_type == asked.rope_type else RopeScaling(asked.rope_type)
+    lengths = {"factor": asked.factor, "original_max_position_embeddings": original}
+    stretched = replace(kept, **lengths, beta_fast=asked.beta_fast, beta_slow=asked.beta_slow)
     return replace(config, rope_scaling=stretched, context_length=round(asked.factor * original))
 
 

@@ -166,6 +166,10 @@ FLAVORS = {
 }
 
 
+_LATENT_EPS = 1e-6
+"""Of the norms of latents, whatever norm_eps is, as in transformers."""
+
+
 class LatentAttention(nn.Module):
     """Attention whose keys and values are made of one narrow latent a token (arXiv:2405.04434, section 2.1).
 
@@ -180,10 +184,10 @@ class LatentAttention(nn.Module):
             self.wq = nn.Linear(config.dim, queries, bias=False)
         else:
             self.wq_a = nn.Linear(config.dim, config.q_lora_rank, bias=False)
-            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+            self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=_LATENT_EPS)
             self.wq_b = nn.Linear(config.q_lora_rank, queries, bias=False)
         self.wkv_a = nn.Linear(config.dim, config.kv_lora_rank + config.rope_dim, bias=False)
-        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=_LATENT_EPS)
         self.wkv_b = nn.Linear(config.kv_lora_rank, keys_and_values, bias=False)
         self.wo = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
         scaling = config.rope_scaling

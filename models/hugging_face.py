@@ -117,6 +117,8 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
         fields["layer_types"] = _layer_types(config)
     scaling = config.rope_scaling
     rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
+    if rope is None and any("rope_scaling" in defaults for defaults in config.hf_defaults.values()):
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # null would be the default there
     return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_derived}
 
 
@@ -142,6 +144,10 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     foreign += [f"{name} = {value}" for name, value in asked.items() if value != config_class.hf_fixed[name]]
     if kind not in ("default", *_SCALING):
         foreign.append(f"rope_type = {kind}")
+    elif kind in _SCALING and rope.get("factor") is None:
+        foreign.append(f"rope_type = {kind} without a factor")
+    if rope.get("attention_factor") is not None:
+        foreign.append(f"attention_factor = {rope['attention_factor']}")
     if foreign:
         raise ValueError(f"{', '.join(foreign)}: not available")
     found = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
@@ -149,6 +155,9 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     fields = {ours: found[theirs] for ours, theirs in config_class.hf_fields.items() if found.get(theirs) is not None}
     scaling = None
     if kind in _SCALING:
+        length = "original_max_position_embeddings"
+        lengths = (given.get(length), rope.get(length), given.get("max_position_embeddings"))
+        rope = rope | {length: next((each for each in lengths if each is not None), None)}
         scaling = RopeScaling(kind, **{name: rope[name] for name in _SCALING[kind] if rope.get(name) is not None})
     config = config_class(**fields, rope_scaling=scaling)
     if odd := [

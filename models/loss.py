@@ -77,8 +77,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         of_hidden, of_weight = ctx.saved_tensors
+        # The scale is float32 and has no dimensions: it is not rounded, and the product keeps its type.
         return (
-            None if of_hidden is None else of_hidden * scale.to(of_hidden.dtype),
+            None if of_hidden is None else of_hidden * scale,
             None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
             *(None, None, None),
         )

@@ -75,6 +75,8 @@ class MixtureConfig(TransformerConfig):
             raise ValueError(f"{self.n_experts} experts in {self.n_groups} groups, {self.top_groups} of a token")
 
 
+_TINY = 1e-20
+"""Added to sums of scores, as in transformers: all sigmoids of a token may be 0."""
 EXPERT = Kind("expert")
 BALANCE = Kind("router", multiplied=0, trained=False, zero=True)
 
@@ -140,14 +142,14 @@ class Router(nn.Module):
         logits_TE = F.linear(x_TD.float(), own["weight"], own.get("logit_bias"))
         scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
         if self.observed:
-            shares = (scores_TE / scores_TE.sum(-1, keepdim=True)).detach()
+            shares = (scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)).detach()
             self.entropy = torch.special.entr(shares).sum(dtype=torch.float64)
         chosen_TC = self.choose(scores_TE.detach() + own["bias"])
         weights_TC = scores_TE.gather(1, chosen_TC)
         if self.balance is not None and torch.is_grad_enabled():
             weights_TC = _Attach.apply(weights_TC, self._loss(logits_TE, scores_TE, chosen_TC, sequences_T, batch))
         if config.normalised:
-            weights_TC = weights_TC / weights_TC.sum(-1, keepdim=True)
+            weights_TC = weights_TC / (weights_TC.sum(-1, keepdim=True) + _TINY)
         return chosen_TC, weights_TC * config.route_scale
 
     def _loss(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TC: Tensor, sequences_T: Tensor, batch: int) -> Tensor:
@@ -160,7 +162,7 @@ class Router(nn.Module):
             places_TC = sequences_T[:, None] * experts + chosen_TC
             counts = torch.zeros((batch, experts), dtype=torch.int64, device=scores_TE.device)
             counts.view(-1).index_add_(0, places_TC.flatten(), torch.ones_like(places_TC).flatten())
-            shares_TE = scores_TE / scores_TE.sum(-1, keepdim=True)
+            shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
             rows_TE = summed(counts)[sequences_T]
             loss = loss + factor * experts / (chosen_TC.shape[1] * length**2) * (rows_TE * shares_TE).sum()
         return loss

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -266,6 +267,20 @@ def test_what_cannot_be_used_is_said(saved: Saved, tmp_path: Path) -> None:
     for name, step, reason in broken_sources(saved, tmp_path):
         with pytest.raises(ConfigError, match=reason):
             open_source(tmp_path / name, step)
+
+
+@one_family
+def test_a_tokenizer_of_more_tokens_than_the_model_has_rows_is_refused(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks would take zeros for the embedding of a token that no rank has."""
+    shutil.copytree(saved.exported, tmp_path / "hub")
+    words = tokenizers.models.WordLevel({"a": 0, "b": 70_000}, unk_token="a")
+    tokenizers.Tokenizer(words).save(str(tmp_path / "hub" / "tokenizer.json"))
+    (tmp_path / "hub" / "tokenizer_config.json").unlink()
+    monkeypatch.setattr(generation, "init_distributed", lambda _: torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"70001 tokens, but \w+ has a table of 4096"):
+        generation.main([str(tmp_path / "hub"), "a"])
 
 
 @one_family

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from components.config import Model
-from models import MODELS, meta_model
+from components.config import Model, RopeScaling
+from models import MODELS, meta_model, sizes
 from models.hugging_face import from_hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -140,3 +140,38 @@ def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
     }
     rest = {key: value for key, value in whole.items() if key not in UNTOLD}
     assert from_hugging_face(rest, KINDS[kind]) == from_hugging_face(whole, KINDS[kind])
+
+
+def test_rotary_settings_that_no_model_here_has_are_refused_and_the_length_is_found() -> None:
+    model = meta_model(Model(name="llama", flavor="debug"))
+    plain = model.hf_config() | {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}
+    assert from_hugging_face(plain, type(model.config)).rope_scaling.original_max_position_embeddings == 64
+    longer = plain | {"original_max_position_embeddings": 32}
+    assert from_hugging_face(longer, type(model.config)).rope_scaling.original_max_position_embeddings == 32
+    for change, reason in (
+        ({"attention_factor": 1.0}, "attention_factor = 1.0"),
+        ({"factor": None}, "without a factor"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            from_hugging_face(plain | {"rope_scaling": plain["rope_scaling"] | change}, type(model.config))
+
+
+def test_gpt_oss_without_stretching_is_written_as_such() -> None:
+    """With null transformers would stretch by 32."""
+    chosen = Model(name="gpt_oss", flavor="debug", rope_scaling=RopeScaling(rope_type="none"))
+    model = meta_model(chosen)
+    theirs = transformers.AutoConfig.for_model(**model.hf_config())
+    assert theirs.rope_parameters["rope_type"] == "default"
+    assert theirs.rope_parameters["rope_theta"] == model.config.rope_theta
+    assert model.hf_misfits(model.hf_config()) == []
+
+
+def test_stretching_as_the_flavor_does_changes_no_number() -> None:
+    for name, flavor, length in (("gpt_oss", "20b", 4096), ("deepseek_v3", "671B", 4096), ("llama", "8B", 8192)):
+        own = sizes(Model(name=name, flavor=flavor))
+        kind, factor = own.rope_scaling.rope_type, own.rope_scaling.factor
+        asked = Model(name=name, flavor=flavor, rope_scaling=RopeScaling(rope_type=kind, factor=factor))
+        assert sizes(asked).rope_scaling == own.rope_scaling
+        assert own.rope_scaling.original_max_position_embeddings == length
+    linear = Model(name="gemma3", flavor="4B", rope_scaling=RopeScaling(rope_type="linear", factor=16.0))
+    assert sizes(linear).context_length == 2 * sizes(Model(name="gemma3", flavor="4B")).context_length

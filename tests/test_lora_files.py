@@ -260,6 +260,17 @@ def as_folder(run: train.Run, path: Path) -> None:
     export(meta_model(run.config.model), whole_weights(run), path, run.config.model.hf_assets_path, torch.float32)
 
 
+def test_weights_of_before_and_of_after_a_stretching_are_accepted(tmp_path: Path) -> None:
+    stretched = ("--model.rope_scaling.rope_type", "yarn", "--model.rope_scaling.factor", "4")
+    for name, words in (("before", ()), ("after", stretched)):
+        observe(*words, steps=0, at_end=partial(as_folder, path=tmp_path / name))
+        start = ("--checkpoint.initial_load_path", str(tmp_path / name), "--checkpoint.initial_load_in_hf", *stretched)
+        config = load_config(["--job.config_file", str(RECIPE), *SMALL, *start])
+        check_initial_weights(config)
+    with pytest.raises(ConfigError, match=r"rope_scaling is {.*'factor': 4.0.*} there and {.*'factor': 8.0"):
+        check_initial_weights(load_config(["--job.config_file", str(RECIPE), *SMALL, *start[:-1], "8"]))
+
+
 def test_a_base_is_a_folder_of_hugging_face(tmp_path: Path) -> None:
     base = observe(steps=1, at_end=partial(as_folder, path=tmp_path / "base"))
     words = (*ADAPTED, "--checkpoint.initial_load_path", str(tmp_path / "base"), "--checkpoint.initial_load_in_hf")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss
+from models.loss import cross_entropy, linear_cross_entropy
 from tests.benchmarks.loss import chunked, peak_bytes
 from tests.benchmarks.loss import whole as plain
 
@@ -80,3 +81,16 @@ def test_a_chunk_is_chosen_by_bytes() -> None:
     """A GPU's has 2,048 tokens of the whole vocabulary of Llama 3, and half a GiB of a part of it."""
     assert [models.loss.chunk_tokens("cuda", vocabulary) for vocabulary in (128_256, 16_032)] == [2048, 8371]
     assert [models.loss.chunk_tokens("cpu", vocabulary) for vocabulary in (128_256, 4096, 1024)] == [256, 512, 2048]
+
+
+def test_the_scale_of_a_loss_is_not_rounded_in_bfloat16() -> None:
+    """1 / 384 would be off by 2e-3, and with it all gradients below the head."""
+    torch.manual_seed(0)
+    hidden, weight = (torch.randn(rows, 32, dtype=torch.bfloat16, requires_grad=True) for rows in (48, 64))
+    labels = torch.randint(0, 64, (1, 48))
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float32):
+        loss = linear_cross_entropy(hidden[None].to(dtype), weight.to(dtype), labels, cross_entropy) / 384
+        gradients.append(torch.autograd.grad(loss, hidden)[0].double())
+    ratio = (gradients[0] * gradients[1]).sum() / gradients[1].square().sum()
+    assert abs(ratio - 1) < 5e-4

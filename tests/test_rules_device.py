@@ -9,7 +9,8 @@ import torch
 from components.config import ConfigError
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, warnings
-from tests.test_rules import ASYNC, COMPILE, KERNEL, config_of
+from tests.refused import ASYNC, COMPILE, KERNEL
+from tests.test_rules import config_of
 
 
 def test_what_a_device_lacks_is_named() -> None:

@@ -11,7 +11,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from components.config import ROOT, ConfigError
+from components.config import ROOT, ConfigError, load_config
+from components.data.packed import _check_vocabulary
 from components.data.tokenizer import (
     SPECIAL_TOKENS,
     JsonTokenizer,
@@ -121,6 +122,21 @@ def test_a_file_of_any_name_is_exported_under_the_usual_one(saved: Path, tmp_pat
     (tmp_path / "out").mkdir()
     export_tokenizer(str(tmp_path / "mine.json"), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (saved / "tokenizer.json").read_bytes()
+
+
+def test_a_token_that_no_text_has_needs_no_row(saved: Path, tmp_path: Path) -> None:
+    """As the token of images of Gemma 3, whose text models have no row for it."""
+    made = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    before = load_tokenizer(str(saved)).rows
+    made.add_special_tokens(["<image>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert (tokenizer.rows, tokenizer.vocab_size) == (before, before + 1)
+    assert max(tokenizer.encode("an <image> of <s>")) < before
+    config = load_config(["--model.hf_assets_path", str(tmp_path)])
+    _check_vocabulary(config, before + 1, before)
+    with pytest.raises(ConfigError, match=f"{before} tokens, but llama debug has a table of {before - 1}"):
+        _check_vocabulary(config, before + 1, before - 1)
 
 
 def test_a_tokenizer_that_asks_for_short_inputs_still_encodes_all(saved: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from components.config import ConfigError, JobConfig, mistake
 from components.data.cache import TokenCache, data_spec, prepare
 from components.data.order import sequence_at
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
+from components.data.tokenizer import load_tokenizer
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
 
@@ -178,6 +179,6 @@ def _own_validation(config: JobConfig) -> PackedSequences:
 
 
 def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
-    if found > most:
+    if found > most and (found := load_tokenizer(config.model.hf_assets_path).rows) > most:
         reason = f"{found} tokens, but {config.model.name} {config.model.flavor} has a table of {most}"
         raise ConfigError(mistake(config, "model.hf_assets_path", reason))

@@ -41,6 +41,8 @@ class Tokenizer(Protocol):
     """Text to token ids and back. Text that looks like a special token is plain text."""
 
     vocab_size: int
+    rows: int
+    """Of an embedding table for it: one more than the largest id of a text, of its first and of its last token."""
     bos_id: int | None
     eos_id: int | None
 
@@ -66,7 +68,7 @@ class TiktokenTokenizer:
         self._encoding = tiktoken.Encoding(
             path.stem, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
-        self.vocab_size = len(ranks) + len(specials)
+        self.vocab_size = self.rows = len(ranks) + len(specials)
         self.bos_id: int | None = specials["<|begin_of_text|>"]
         self.eos_id: int | None = specials["<|end_of_text|>"]
 
@@ -129,6 +131,11 @@ class JsonTokenizer:
         settings = read_json_as(_Settings, settings_file) if settings_file.exists() else _Settings()
         self.bos_id = self._special(settings.bos_token, settings_file)
         self.eos_id = self._special(settings.eos_token, settings_file)
+        # Some models have fewer rows than their tokenizer has tokens: Gemma 3's last is one of images.
+        added = self._tokenizer.get_added_tokens_decoder()
+        unused = {number for number, token in added.items() if token.special} - {self.bos_id, self.eos_id}
+        used = {*self._tokenizer.get_vocab(with_added_tokens=True).values()} - unused
+        self.rows = 1 + max(used, default=-1)
 
     def _special(self, token: "str | _AddedToken | None", settings_file: Path) -> int | None:
         content = token.content if isinstance(token, _AddedToken) else token
@@ -174,7 +181,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
 
 def try_tokenizer(path: str) -> int:
-    """The size of the vocabulary, found by a process of its own: on some files the library aborts its process.
+    """The rows of a table for it, found by a process of its own: on some files the library aborts its process.
 
     Raises ConfigError.
     """
@@ -193,7 +200,7 @@ def _try(file: str) -> None:
     """In the process of try_tokenizer."""
     tokenizer = load_tokenizer(file)
     tokenizer.decode(tokenizer.encode("In the beginning, naïve 日本 <|eot_id|>\n"))
-    print(tokenizer.vocab_size)
+    print(tokenizer.rows)
 
 
 def fingerprint(path: str) -> str:

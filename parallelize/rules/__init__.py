@@ -91,6 +91,11 @@ RULES = [
         "The GPU's scaled products take multiples of 16. It would take padding of each rank's part of a matrix.",
     ),
     Rule(
+        "quantize.linear.float8.filter_fqns",
+        tensor.filters_misfit,
+        "What no name has in it would filter nothing, which nobody sees.",
+    ),
+    Rule(
         "model.attention_kernel",
         model.kernel_misfit,
         "The ring, parts of sequences and sinks compute attention in steps, which also need the log-sum-exp of their "

@@ -55,10 +55,17 @@ def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def rope_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models import sizes
+
     asked, default = config.model.rope_scaling, RopeScaling()
     taken = _OF_TYPE.get(asked.rope_type, set())
     given = {each.name for each in fields(asked) if getattr(asked, each.name) != getattr(default, each.name)}
     if idle := sorted(given - taken - {"rope_type"}):
         can = [name for name, keys in _OF_TYPE.items() if keys.issuperset(idle)]
         return f"it does not take {', '.join(idle)}; {' or '.join(can)} would"
+    if asked.rope_type == "yarn" and asked.beta_fast <= asked.beta_slow:
+        return f"beta_fast = {asked.beta_fast:g} is not above beta_slow = {asked.beta_slow:g}; 32 and 1 are usual"
+    own = sizes(replace(config.model, rope_scaling=default)).rope_scaling
+    if len(taken) > 1 and own and own.rope_type == "linear" and not asked.original_max_position_embeddings:
+        return "the flavor does not say of which length it was before: set original_max_position_embeddings"
     return "it stretches nothing with factor = 1; 2.0 doubles the length" if taken and asked.factor == 1 else ""

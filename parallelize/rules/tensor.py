@@ -1,8 +1,10 @@
 """Rules on what tensor parallel ranks share: each function gives the reason for a refusal, or an empty string."""
 
-from components.config import JobConfig
+from dataclasses import replace
+
+from components.config import JobConfig, Lora
 from parallelize.mesh import Degrees, padded_length
-from parallelize.rules.sizes import sizes_of
+from parallelize.rules.sizes import not_among, sizes_of
 
 
 def heads_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -36,6 +38,24 @@ def float8_misfit(config: JobConfig, degrees: Degrees) -> str:
         widths[f"tokens of a pass (recipe {recipe})"] = tokens
     odd = [f"{name} {width}" for name, width in widths.items() if width % 16]
     return f"float8 products need multiples of 16 on each rank; not so: {', '.join(odd)}" if odd else ""
+
+
+def filters_misfit(config: JobConfig, degrees: Degrees) -> str:
+    filters = config.quantize.linear.float8.filter_fqns
+    if not config.model.converters or not filters:
+        return ""
+    from torch import nn
+
+    from models import meta_model
+
+    model = meta_model(replace(config.model, lora=Lora()))
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for part in filters:
+        if not any(part in name for name in names):
+            words = {word for name in names for word in name.split(".") if not word.isdigit()}
+            return f"{part}: {not_among(part, sorted(words))}"
+    layers = [name for name in names if name.startswith("layers.")]
+    return "" if any(not any(part in name for part in filters) for name in layers) else "no matrix would be left"
 
 
 def key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:

@@ -1,0 +1,202 @@
+"""Layouts that are refused: of each rule one or more cases, for tests/test_rules.py and docs/refusals.md."""
+
+import dataclasses
+from typing import Any
+
+TP, CP = "--parallelism.tensor_parallel_degree", "--parallelism.context_parallel_degree"
+METHOD, LENGTH = "--parallelism.context_parallel_method", "--training.seq_len"
+LORA = ("--lora.rank", "4", "--lora.target_modules", '["wqq"]')
+KERNEL = "--model.attention_kernel"
+ROPE, SINKS = "--model.rope_scaling.", ("--model.name", "gpt_oss", "--model.flavor", "tiny")
+GEMMA = ("--model.name", "gemma3", "--model.flavor", "tiny")
+YARN = (ROPE + "rope_type", "yarn", ROPE + "factor", "2.0")
+GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
+PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
+MICRO, RESHARD = "--parallelism.pipeline_parallel_microbatch_size", "--parallelism.fsdp_reshard_after_forward"
+SHARD = "--parallelism.data_parallel_shard_degree"
+STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
+LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
+MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
+EP, EXPERTS = "--parallelism.expert_parallel_degree", ("--model.name", "qwen3_moe", "--model.flavor", "tiny")
+LATENTS = ("--model.name", "deepseek_v3", "--model.flavor", "tiny")
+SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
+REDUCE = "--parallelism.fsdp_reduce_gradients"
+COMPILE = ("--compile.enable", "true")
+BUDGET = ("--activation_checkpoint.mode", "memory_budget")
+SCALED = ("--model.converters", '["quantize.linear.float8"]')
+OP = ("--activation_checkpoint.mode", "selective", "--activation_checkpoint.selective_ac_option", "op")
+LOG = ("--activation_checkpoint.mode", "full", "--activation_checkpoint.debug", "true")
+FILTERS = "--quantize.linear.float8.filter_fqns"
+ASYNC = "--parallelism.enable_async_tensor_parallel"
+FLOAT8 = (*SCALED, "--quantize.linear.float8.emulate", "true")
+ROWWISE = (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise")
+BFLOAT16 = ("--training.dtype", "bfloat16")
+SIX = {"n_layers": 6}
+NARROW, WIDE = ({"n_heads": 16, "n_kv_heads": heads, "ffn_dim": ffn} for heads, ffn in ((2, 120), (16, 64)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A layout that breaks one rule, what the rule says, and what happens without it."""
+
+    rule: str
+    layout: tuple[str, ...]
+    says: str
+    without: str
+    """"error", the name of a figure that breaks, or empty where no rank does anything with it yet."""
+    ranks: int = 2
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sizes that differ from the harness's tiny model."""
+    run: tuple[str, ...] = ()
+    """Settings that one process has too."""
+
+
+CASES = [
+    Refused("stages", (PP, "2", SCHEDULE, "GPipe", STAGE, "3"), "on 2 ranks it needs 2 stages", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "DualPipeV", STAGE, "6"), "needs 4 stages, not 2", "error", model=SIX),
+    Refused("stages", (PP, "2", SCHEDULE, "LoopedBFS", STAGE, "3"), "it needs 4, 6, .+ stages", "error", model=SIX),
+    Refused("layers", (PP, "2", SCHEDULE, "LoopedBFS", LIGHTER, "4"), "2 layers are too few for 4 stages", "error"),
+    Refused("modules", (PP, "2", *MODULES), "look at layers.1", "weights at step 0"),
+    Refused("micro-batches", (PP, "2", MICRO, "5"), "local_batch_size = 36 is no multiple; 35 or 40 would", "error"),
+    Refused("micro-batches", (PP, "2", MICRO, "36"), "1 micro-batches, but 1F1B needs as many as stages, 2", "error"),
+    Refused(
+        "micro-batches",
+        (PP, "2", MICRO, "4", SCHEDULE, "Interleaved1F1B"),
+        "9 micro-batches, but Interleaved1F1B needs a multiple of 4: 8 or 10 would be",
+        "error",
+        model=SIX,
+    ),
+    Refused("splits", (SPLITS, "33", PP, "2"), "sequences have 32 tokens; 32 parts or fewer would do", "", ranks=2),
+    Refused("splits", (SPLITS, "2"), "parts of sequences need parallelism.pipeline_parallel_degree of 2", "", ranks=1),
+    Refused("splits", (SPLITS, "2", PP, "2", SCHEDULE, "GPipe"), 'need .*schedule = "1F1B"', ""),
+    Refused("splits", (SPLITS, "2", PP, "2", CP, "2"), "need .*context_parallel_degree = 1", "", ranks=4),
+    Refused(
+        "reshard",
+        (PP, "2", SHARD, "2", LOCAL, "18", MICRO, "3", SCHEDULE, "DualPipeV", RESHARD, "always"),
+        "gradients would be wrong without an error",
+        "gradient",
+        ranks=4,
+        model=SIX,
+    ),
+    Refused("reduce", (PP, "2", REDUCE, "each"), '"last" would do', "", model=SIX),
+    Refused("sums", (SHARD, "2", LOCAL, "6", REDUCE, "each"), '"last" adds them up in float32', "", run=BFLOAT16),
+    Refused("turns", (PP, "2", LOCAL, "18", MICRO, "6"), "after each 18 sequences; 36 would be", "", run=BFLOAT16),
+    Refused(
+        "blocks",
+        (TP, "32", "--optimizer.state_dtype", "int8"),
+        "32 ranks would cut .*: n_heads x head_dim 64, ffn_dim 128; ",
+        "",
+        ranks=32,
+        model={"n_heads": 32, "n_kv_heads": 32},
+    ),
+    Refused(
+        "checkpointing per operation",
+        (*OP, "--compile.enable", "true", CP, "2", "--parallelism.context_parallel_method", "ulysses"),
+        "gradients would be wrong without an error",
+        "gradient",
+    ),
+    Refused("log of operations", (*LOG, *OP), 'selective_ac_option = "1" would do', "error", ranks=1),
+    Refused("log of operations", (*LOG, *COMPILE), "no operation that could be logged", "error", ranks=1),
+    Refused("log of operations", (*LOG, PP, "2", SCHEDULE, "DualPipeV"), "each layer twice again", "error", 2, SIX),
+    *(
+        Refused("memory budget", (*BUDGET, *more), "the compiler keeps to the budget: it needs", "", ranks=1)
+        for more in ((), (*COMPILE, "--compile.components", '["loss"]'), (*COMPILE, "--compile.backend", "eager"))
+    ),
+    Refused("async tensor parallel", (ASYNC, "true"), "it needs parallelism.tensor_parallel_degree of 2 or", "", 1),
+    Refused("async tensor parallel", (ASYNC, "true", TP, "2"), "it needs compile.enable = true", ""),
+    Refused(
+        "async tensor parallel",
+        (ASYNC, "true", TP, "2", "--parallelism.sequence_parallel", "false", *COMPILE),
+        "it needs parallelism.sequence_parallel = true$",
+        "",
+    ),
+    *(
+        Refused("filters of float8", (*FLOAT8, FILTERS, f'["{part}"]'), says, "", ranks=1)
+        for part, says in (
+            ("feed_foward", "feed_foward: not one of .*did you mean feed_forward"),
+            ("auto_filter_small_kn", "auto_filter_small_kn: not one of"),
+            ("layers", "no matrix would be left"),
+            ("", "no matrix would be left"),
+        )
+    ),
+    Refused("float8", (*SCALED, TP, "2"), "not so: n_kv_heads x head_dim 4, ffn_dim 60", "", model=NARROW),
+    Refused("float8", (*ROWWISE, LENGTH, "30", LOCAL, "2"), r"tokens of a pass \(recipe rowwise\) 60$", "", 1, WIDE),
+    Refused("backend", (*COMPILE, "--compile.backend", "inductr"), "did you mean inductor", "error", ranks=1),
+    Refused("rope scaling", (ROPE + "beta_fast", "16"), "does not take beta_fast; yarn would", "", ranks=1),
+    Refused("rope scaling", (*YARN, ROPE + "beta_slow", "64"), "beta_fast = 32 is not above beta_slow", "", ranks=1),
+    Refused("rope scaling", (*YARN, *GEMMA), "set original_max_position_embeddings", "", ranks=1),
+    Refused("rope scaling", (ROPE + "rope_type", "yarn"), "stretches nothing with factor = 1", "", ranks=1),
+    Refused("adapters", LORA, "wqq is no matrix of the layers; did you mean wq?", "error", ranks=1),
+    Refused("blocks of a base", ("--lora.rank", "4", "--lora.base", "nf4", TP, "2"), "no whole blocks of 64", ""),
+    Refused("attention kernel", (CP, "2", KERNEL, "sdpa"), "the ring has kernels of its own", ""),
+    Refused("attention kernel", (KERNEL, "sdpa", *SINKS), "the sinks of gpt_oss has kernels of its own", "", ranks=1),
+    Refused(
+        "key/value heads",
+        (TP, "2"),
+        "3 key/value heads.*degrees that can: 1, 3, 6, 9",
+        "gradient",
+        model={"n_heads": 12, "n_kv_heads": 3, "dim": 96},
+    ),
+    Refused("key/value heads", (TP, "4", *FLOAT8), "a part of the matrices of 2 key/value heads", "gradient", ranks=4),
+    Refused(
+        "attention heads",
+        (TP, "4"),
+        "6 attention heads.*degrees that can: 1, 2, 3, 6",
+        "error",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 2, "dim": 96},
+    ),
+    Refused("latents", (TP, "2"), "each multiply latents with whole matrices", "gradient", run=(*LATENTS, *FLOAT8)),
+    Refused("feed-forward", (TP, "2"), "131 feed-forward columns", "error", model={"ffn_dim": 131}),
+    Refused(
+        "vocabulary",
+        (TP, "2", SHARD, "3", LOCAL, "12"),
+        "share 1027 rows of the vocabulary unevenly.*; 1, 2, 4, .* FSDP ranks would do",
+        "weights at step 0",
+        ranks=6,
+        model={"vocab_size": 1027},
+    ),
+    Refused(
+        "ulysses",
+        (CP, "4", METHOD, "ulysses"),
+        "6 heads and 3 key/value heads.* context_parallel_degree = 1 or 3 would do",
+        "error",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 3, "dim": 96},
+    ),
+    Refused(
+        "ulysses",
+        (TP, "2", CP, "2", METHOD, "ulysses"),
+        "3 heads and 1 key/value heads.* context_parallel_degree = 1 would do",
+        "",
+        ranks=4,
+        model={"n_heads": 6, "n_kv_heads": 1, "dim": 96},
+    ),
+    Refused("experts' ranks", (TP, "2", EP, "2"), "llama changed has no experts; 1 would do", ""),
+    Refused("experts' ranks", (*EXPERTS, TP, "2", EP, "4"), "8 experts on 2 ranks.*; 1 or 2 would do", ""),
+    *(
+        Refused(f"experts.{key}", (f"--experts.{key}", "0.1"), "llama changed has no experts; 0 would do", "", ranks=1)
+        for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
+    ),
+    Refused(
+        "experts of parts",
+        (*EXPERTS, PP, "2", SPLITS, "2", "--experts.sequence_loss_factor", "0.1"),
+        "a part does not know the experts of later parts",
+        "",
+    ),
+    Refused(
+        "biases beside adapters",
+        (*EXPERTS, "--lora.rank", "4", "--experts.bias_update_speed", "0.1"),
+        "biases of routers, which are frozen beside adapters",
+        "",
+        ranks=1,
+    ),
+    Refused(
+        "export of biases",
+        (*EXPERTS, "--experts.bias_update_speed", "0.1", "--checkpoint.last_save_in_hf", "--checkpoint.enable"),
+        "have no place for the biases",
+        "",
+        ranks=1,
+    ),
+    Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
+]  # fmt: skip
