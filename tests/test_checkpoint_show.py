@@ -95,5 +95,6 @@ def test_a_path_that_cannot_be_read_is_a_mistake_and_no_difference(tmp_path: Pat
     run, file = _run_of(tmp_path / "run", 1), tmp_path / "file"
     file.write_text("")
     for path in (tmp_path / "nothing", file / "x"):
-        code, printed = command("diff", run, path)
-        assert (code, str(path) in printed) == (2, True), printed
+        for words in (("diff", run), ("ls",), ("verify",)):
+            code, printed = command(*words, path)
+            assert (code, str(path) in printed) == (2, True), printed

@@ -86,6 +86,14 @@ def test_a_number_in_the_place_of_a_table(tmp_path: Path) -> None:
     assert refused("--job.config_file", path) == [f"{path}:1: training = 5: [training] is a table, not a key"]
 
 
+def test_a_key_outside_of_tables_and_one_of_a_short_table_are_told(tmp_path: Path) -> None:
+    path = job(tmp_path, "foo = 3\nbase_model = 'x'\n[lora]\nzzz = 1\n")
+    outside, theirs, short = refused("--job.config_file", path)
+    assert outside == f"{path}:1: foo = 3: unknown key, and in no table"
+    assert "here it is checkpoint.initial_load_path with initial_load_in_hf = true" in theirs
+    assert short.startswith(f"{path}:4: lora.zzz = 1: unknown key; [lora] has rank, alpha, ")
+
+
 def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -> None:
     config = load_config(["--job.config_file", str(job(tmp_path, "[training]\nmax_norm = 2\n"))])
     assert config.training.max_norm == 2.0

@@ -111,6 +111,8 @@ def _unknown(key: str, value: Any) -> str:
     # The key of the same name in the nearest table, then the nearest spelling of the whole, then of the last part.
     same = [name for name in NAMES if name.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same or NAMES, 1, 0.0 if same else 0.75)
+    if not near and not table:
+        return "unknown key, and in no table"
     if not near and table not in TABLES:
         near_table = difflib.get_close_matches(table, TABLES, 1, 0.6)
         return f"unknown table [{show_key(table)}]" + (f"; did you mean [{near_table[0]}]?" if near_table else "")
@@ -120,7 +122,7 @@ def _unknown(key: str, value: Any) -> str:
     if near:
         return f"unknown key; did you mean {near[0]}?"
     return f"unknown key; [{table}] has " + ", ".join(
-        name.rpartition(".")[2] for name in FIELDS if name.rpartition(".")[0] == table
+        name.rpartition(".")[2] for name in FIELDS if name.rpartition(".")[0] in (table, f"model.{table}")
     )
 
 

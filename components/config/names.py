@@ -154,6 +154,9 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("load_in_4bit", "bnb_4bit_quant_type", "bnb_config_kwargs"), 'lora.base = "nf4"'),
     "adapter": 'lora.rank, and for qlora lora.base = "nf4"',
     "lora_dropout": "lora.dropout",
+    "lora_model_dir": "lora.initial_load_path",
+    "peft_use_rslora": "lora.use_rslora",
+    "base_model": "checkpoint.initial_load_path with initial_load_in_hf = true, model.name and model.flavor",
     **dict.fromkeys(("use_dora", "peft_use_dora"), "nothing: adapters have no norms"),
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
@@ -165,6 +168,9 @@ FOREIGN: dict[str, str] = {
     "breadth_first_micro_batches": 'parallelism.pipeline_parallel_schedule = "LoopedBFS"',
     # batch, precision, memory
     **dict.fromkeys(("depth_first_micro_batches", "gradient_accumulation_steps"), _ACCUMULATION),
+    "micro_batch_size": "training.local_batch_size",
+    "sequence_len": "training.seq_len",
+    "gradient_checkpointing": 'activation_checkpoint.mode = "full"',
     "mixed_precision": "training.mixed_precision_param",
     "cpu_offload": _OFFLOAD,
     **dict.fromkeys(("fsdp_offload_params", "offload_param"), _WEIGHTS_ALONE),

@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
         command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
     exporting.add_argument("folder", type=Path, help="folder to write; must not exist")
-    merging.add_argument("--to", dest="folder", type=Path, required=True, help="likewise")
+    merging.add_argument("--to", dest="folder", type=Path, required=True, help="folder to write; must not exist")
     command = commands.add_parser("ls", help="steps, sizes, when, how many ranks wrote, which branch")
     command.add_argument("run", type=Path, help="a run's dump_folder, or a folder of checkpoints")
     command = commands.add_parser("verify", help="compare every file with the size and hash in the manifest")

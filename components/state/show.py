@@ -26,6 +26,8 @@ def folder_of(run: Path) -> Path:
     try:
         return run / read_json(run / "run.json")["config"]["checkpoint"]["folder"]
     except FileNotFoundError:
+        if not run.exists():
+            raise ConfigError(f"{run}: no such folder") from None
         return run
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{run}/run.json: {error}") from error
