@@ -287,8 +287,7 @@ def _start_worker(tokenizer_path: str, dtype: str) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
     # Some put a space before each text: a document's later chunks are encoded after a word, which is then left out.
-    apart = tokenizer.encode("a") + tokenizer.encode(" b")
-    _worker["before"] = "" if apart == tokenizer.encode("a b") else "a"
+    _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
 
 
 def _end_with_parent() -> None:
@@ -305,8 +304,11 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
     """Token ids as bytes, with the tokenizer's first token at a document's start and its last token at the end."""
     tokenizer = _worker["tokenizer"]
-    before = _worker["before"] if not is_start and text.startswith(" ") else ""
-    ids = tokenizer.encode(before + text)[len(tokenizer.encode(before)) if before else 0 :]
+    ids = tokenizer.encode(text)
+    if _worker["spaces"] and not is_start and text.startswith(" "):
+        word, after_word = tokenizer.encode("a"), tokenizer.encode("a" + text)
+        if after_word[: len(word)] == word:
+            ids = after_word[len(word) :]
     if is_start and tokenizer.bos_id is not None:
         ids.insert(0, tokenizer.bos_id)
     if is_end and tokenizer.eos_id is not None:
