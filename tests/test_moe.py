@@ -252,3 +252,13 @@ def test_gradients_of_biases_are_contiguous() -> None:
     out.sum().backward()
     assert [gradient.is_contiguous() for gradient in seen] == [True] * 3
     torch.testing.assert_close(biases["b2"].grad, counts[:, None].expand(3, 8).float())
+
+
+def test_scores_that_are_all_zero_give_no_nan() -> None:
+    """Sigmoids of logits of -200, in float32."""
+    config = MODELS["deepseek_v3"][1]["tiny_sigmoid"]
+    router = Router(config)
+    x_TD = torch.ones(3, config.dim)
+    weights = {"weight": torch.full((config.n_experts, config.dim), -200 / config.dim), "bias": torch.zeros(())}
+    _, weights_TC = router.route(x_TD, torch.zeros(3, dtype=torch.int64), 1, weights)
+    assert torch.isfinite(weights_TC).all()
