@@ -7,11 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from models.visible import Visible
 
 BLOCK = 128
+LEAST_WIDTH = 16
+"""Width of a head: torch's kernel on a GPU takes no less. Narrower heads are padded with zeros, which add nothing."""
 Range = tuple[Tensor, Tensor]
 """First and last of a block, or smallest and largest; of blocks of queries (.., R, 1), of keys (.., 1, C)."""
 
@@ -57,23 +60,26 @@ def blocks_unless_causal(visible: Visible) -> Any:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
     """A kernel of models/attention.py."""
-    return _run(q, k, v, visible.made)
+    return _run(q, k, v, visible.made)[..., : v.shape[3]]
 
 
 def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
     """The result, and (B, H, S) the log-sum-exp of each query's logits: -inf for a query that sees no key."""
     from torch.nn.attention.flex_attention import AuxRequest
 
+    width = v.shape[3]
     out, more = _run(q, k, v, mask, return_aux=AuxRequest(lse=True))
-    return out, more.lse
+    return out[..., :width], more.lse
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
+    """The kernel's result, whose heads are as wide as those of v or LEAST_WIDTH."""
     from torch.nn.attention.flex_attention import flex_attention
 
     alone = q.device.type != "cpu" and not torch.compiler.is_compiling()
     run: Any = _compiled() if alone else flex_attention
-    return run(q, k, v, block_mask=mask, enable_gqa=q.shape[1] != k.shape[1], **options)
+    options |= {"block_mask": mask, "scale": q.shape[3] ** -0.5, "enable_gqa": q.shape[1] != k.shape[1]}
+    return run(*(F.pad(x, (0, max(0, LEAST_WIDTH - x.shape[3]))) for x in (q, k, v)), **options)
 
 
 @cache

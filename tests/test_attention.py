@@ -183,6 +183,28 @@ def test_kernels_of_more_than_eight_shapes_are_compiled(monkeypatch: pytest.Monk
     assert counter.frame_count == 10
 
 
+def test_flex_pads_narrow_heads_to_what_torchs_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch raises NotImplementedError below 16."""
+    widths: list[int] = []
+    run: Any = flex_attention.flex_attention
+
+    def seen(*qkv: Tensor, **more: Any) -> Any:
+        widths.extend(x.shape[3] for x in qkv)
+        return run(*qkv, **more)
+
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "flex_attention", seen)
+    q, k, v = torch.randn(2, 4, 12, 6), torch.randn(2, 2, 12, 6), torch.randn(2, 2, 12, 4)
+    visible = KERNELS["flex"].prepare(SEEN["documents"])
+    out, logsumexp = flex.attend_with_logsumexp(q, k, v, visible.made)
+    scores = (q @ k.repeat_interleave(2, 1).mT) * 6**-0.5
+    scores = scores.masked_fill(~visible.dense(), -torch.inf)
+    torch.testing.assert_close(out, scores.softmax(-1) @ v.repeat_interleave(2, 1))
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
+    torch.testing.assert_close(flex.attend(q, k, v, visible), out)
+    assert {*widths} == {16}
+
+
 def test_an_unknown_kernel_is_refused_before_adapters_are_made() -> None:
     config = load_config(["--model.attention_kernel", "sdpb", "--lora.rank", "4"])
     with pytest.raises(ConfigError, match=r"not one of auto, .*did you mean sdpa"):
