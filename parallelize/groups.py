@@ -16,15 +16,34 @@ from parallelize.mesh import Mesh
 
 T = TypeVar("T")
 
+SHARED_GPU = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "2",
+    "NCCL_BUFFSIZE": "1048576",
+}
+"""NCCL's environment where ranks share a GPU, beside an NCCL_HOSTID of each rank's own.
 
-def init_distributed(timeout_seconds: int) -> torch.device:
+NCCL refuses two ranks on one GPU of one host. With a name of its own each rank counts as a host, and they exchange all
+by sockets: slow, but the same kernels, streams and order of messages. Small buffers, since all are in one memory.
+"""
+
+
+def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.device:
     """Join the ranks that torchrun started, or make a group of one; returns this rank's device.
 
-    CPU tensors always go through gloo, so that hosts can agree on something without waiting for their GPUs.
+    CPU tensors always go through gloo, so that hosts can agree on something without waiting for their GPUs. With
+    share_gpus the ranks of a node take its GPUs in turn, where there are fewer of them.
     """
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if share_gpus and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
+            os.environ |= SHARED_GPU | {"NCCL_HOSTID": f"rank-{os.environ['RANK']}"}
+            local_rank %= gpus
+        device = torch.device("cuda", local_rank)
     backend = cpu_backend()
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # the flight recorder's: for gloo torch's default is 0
     if device.type == "cuda":

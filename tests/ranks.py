@@ -30,7 +30,7 @@ PRELOADED = ["pytest", "tests.harness", "torch._inductor.compile_fx"]
 compile of a rank would import the compiler.
 """
 Work = Callable[[Any, torch.device], Any]
-_MOST_SECONDS = 180, 40
+MOST_SECONDS = [180, 40]
 """Of a case, and of each of its ranks: sixteen that compile share a few cores."""
 
 
@@ -61,7 +61,7 @@ class Ranks:
     def run(self, case: Any) -> Any:
         """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks."""
         self.cases += 1
-        deadline = time.monotonic() + max(_MOST_SECONDS[0], _MOST_SECONDS[1] * self.count)
+        deadline = time.monotonic() + max(MOST_SECONDS[0], MOST_SECONDS[1] * self.count)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended: the answer is missing too
                 pipe.send(case)
@@ -123,7 +123,8 @@ def _answers(pipe: Connection, deadline: float) -> bool:
 def _rank(
     rank: int, count: int, work: Work, environment: dict[str, str], folder: str, port: int, pipe: Connection
 ) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
+    os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= environment
     multiply_by_mkl()
@@ -131,7 +132,7 @@ def _rank(
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        device = init_distributed(20)
+        device = init_distributed(120 if torch.cuda.is_available() else 20, share_gpus=True)
         while True:
             case = pipe.recv()
             result = work(case, device)

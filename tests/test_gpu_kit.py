@@ -1,20 +1,24 @@
 """python -m tests.benchmarks.gpu without a GPU: its paths, its tables, and that it goes on where it stopped."""
 
 import json
+import os
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from components.config import load_config
 from models.llama import FLAVORS
+from parallelize import groups
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from tests import ranks
 from tests.benchmarks.gpu import __main__ as kit
-from tests.benchmarks.gpu import checks
+from tests.benchmarks.gpu import checks, nccl
 from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, STEPS
 from tests.benchmarks.peers.ours import sizes, words
 from tests.small import RECIPE, SMALL
@@ -61,8 +65,71 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
 
 def test_what_was_measured_is_in_the_tables() -> None:
     rows = map(json.loads, (Path(kit.__file__).parent / "results.jsonl").read_text().splitlines())
-    known = {name for name, _ in (*checks.checks(), *kit.times(STEPS, "cuda"))}
+    known = {name for name, _ in (*checks.checks(), *nccl.checks(), *kit.times(STEPS, "cuda"))}
     assert {name for row in rows for name in row} - known == {"machine", "profile"}
+
+
+def test_layouts_of_several_ranks_are_compared_with_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over gloo here. The layout of another run is broken, and one that ends in an error says why."""
+    monkeypatch.setattr(ranks, "MOST_SECONDS", [*ranks.MOST_SECONDS])
+    given = ["--nccl", "--cpu", "--folder", str(tmp_path)]
+    assert kit.main([*given, "--only", "NCCL: tp 2", "--seconds", "0"]) == 0  # begins nothing
+    assert "left: the same command goes on" in capsys.readouterr().out
+    right = nccl.LAYOUTS["NCCL: fsdp 2"]
+    wrong = replace(right, words=(*right.words, "--debug.seed", "7"))
+    refused = replace(right, words=(*right.words, "--no.such", "key"))
+    monkeypatch.setattr(nccl, "LAYOUTS", {"NCCL: right": right, "NCCL: wrong": wrong, "NCCL: refused": refused})
+    assert kit.main(given) == 1
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    rows = {name: row for line in lines for name, row in line.items()}
+    assert [row.get("verdict") for row in rows.values()] == [None, "holds", "broken", "error"]
+    assert rows["NCCL: right"]["gradient"] <= 1e-5
+    assert rows["NCCL: right"]["from the CPU"] <= 1e-5
+    assert "weights at step 0" in rows["NCCL: wrong"]["why"]
+    assert "unknown table [no]" in rows["NCCL: refused"]["why"]
+    assert "| all | 1 of 3 |" in (tmp_path / "tables.md").read_text()
+
+
+def test_every_layout_on_nccl_is_accepted() -> None:
+    assert len(nccl.LAYOUTS) >= 60
+    for each in nccl.LAYOUTS.values():
+        config = load_config(["--job.config_file", str(RECIPE), *SMALL, *each.words])
+        check_layout(config, resolve_degrees(config, each.ranks))
+
+
+def nothing_arrives(_: Any, device: torch.device) -> dict[str, float]:
+    """Work of a rank whose exchange leaves what was there."""
+    vars(torch.distributed)["all_to_all_single"] = lambda *_: None
+    return nccl.collectives(_, device)
+
+
+def test_a_collective_that_gives_what_it_should_not_is_named() -> None:
+    world = ranks.Ranks(3, nothing_arrives, {})
+    with pytest.raises(RuntimeError, match=r"all_to_all of 8 .* is wrong on rank 0"):
+        raise world.run(None)
+
+
+def test_ranks_share_gpus_only_where_there_are_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is then a host of its own to NCCL, and has a GPU that there is."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    for name, value in {"RANK": "7", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "NCCL_HOSTID": ""}.items():
+        monkeypatch.setenv(name, value)
+    for name in groups.SHARED_GPU:
+        monkeypatch.setenv(name, "")
+    assert groups.init_distributed(60) == torch.device("cuda", 3)
+    assert os.environ["NCCL_HOSTID"] == ""
+    assert groups.init_distributed(60, share_gpus=True) == torch.device("cuda", 1)
+    assert os.environ["NCCL_HOSTID"] == "rank-7"
+    assert os.environ["NCCL_NET"] == "Socket"
+    monkeypatch.setenv("NCCL_HOSTID", "")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert groups.init_distributed(60, share_gpus=True) == torch.device("cuda", 3)
+    assert os.environ["NCCL_HOSTID"] == ""
 
 
 def test_checks_at_once_leave_out_what_would_begin_late() -> None:

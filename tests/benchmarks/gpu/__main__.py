@@ -5,7 +5,7 @@ python -m tests.benchmarks.gpu --seconds 540        begins nothing that could en
 python -m tests.benchmarks.gpu --processes 6        as many checks at once; speeds are measured one after another
 python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name; of several, in their order
 python -m tests.benchmarks.gpu --tables             tables and picture of what is in --folder; needs no GPU
-python -m tests.benchmarks.gpu --nccl               the layouts of the matrix, on as many GPUs as there are
+python -m tests.benchmarks.gpu --nccl               layouts of 2 to 8 ranks on NCCL, which may share a GPU
 python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
 
 Results are added to results.jsonl in --folder, and shown in tables.md and speeds.png beside it. torchtitan is measured
@@ -30,13 +30,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 import torch
 
 from components.config import ROOT, Model
+from components.config.model import Lora
 from components.metrics import git_revision, peak_flops
 from models import meta_model
-from tests import matrix
+from tests.benchmarks.gpu import nccl
 from tests.benchmarks.gpu.checks import Row, Work, at_once, checks
-from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, STEPS, TINY, Step
+from tests.benchmarks.gpu.rows import LORA, PATHS, SAME_BITS, STEPS, TINY, Step
 from tests.benchmarks.peers import sides
-from tests.layouts import main_layouts
 
 MOST_SECONDS = 240
 """Of a side: compiling 8B takes a minute or two."""
@@ -71,7 +71,8 @@ def profile(step: Step, device: str, folder: Path) -> Row:
 
 def flops(step: Step) -> tuple[int, int]:
     """Of a token, with attention counted full and half."""
-    return meta_model(Model(name="llama", flavor=step.flavor)).flops_per_token(step.seq)
+    lora = Lora(rank=16) if step.words == LORA else Lora()
+    return meta_model(Model(name="llama", flavor=step.flavor, lora=lora)).flops_per_token(step.seq)
 
 
 def tokens_per_second(step: Step, row: Row) -> float:
@@ -90,7 +91,8 @@ def mfu(step: Step, row: Row, device_name: str) -> str:
 def machine() -> Row:
     """What measures."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"name": name, "torch": torch.__version__, "revision": (git_revision()["revision"] or "unknown")[:7]}
+    revision = (git_revision()["revision"] or "unknown")[:7]
+    return {"name": name, "torch": torch.__version__, "nccl": nccl.version(), "revision": revision}
 
 
 def in_table(step: Step, row: Row) -> str:
@@ -118,6 +120,7 @@ def tables(rows: dict[str, Row]) -> str:
     for same in SAME_BITS:
         if row := rows.get(same.name):
             lines.append(f"| {same.name} | {row.get('differ', '')} | {row['verdict']}{because(row)} |")
+    lines += ["", *nccl.table(rows)]
     titles = ["a step", "MFU, attention full / half", *(f"{side}, tokens/s | peak, GiB" for side in SHOWN)]
     lines += ["", f"| {' | '.join(titles)} |", "|---" * (2 + 2 * len(SHOWN)) + "|"]
     for step in (*STEPS, *TINY):
@@ -163,18 +166,6 @@ def times(steps: list[Step], device: str) -> Iterator[Work]:
             yield f"{step.name}: {side}", partial(time_of, side, step, device)
 
 
-def over_nccl(count: int) -> int:
-    """The layouts of the matrix that these GPUs have room for; 1 if any is neither proven nor refused."""
-    chosen = [each for each in main_layouts() if each.ranks <= count]
-    verdicts: Counter[str] = Counter()
-    for result in matrix.measure(chosen):
-        verdicts[result.verdict] += 1
-        if result.verdict in ("broken", "error"):
-            print(f"{result.verdict}  {result.layout}\n    {result.error or result.broken}", flush=True)
-    print(dict(verdicts))
-    return int(bool(verdicts["broken"] or verdicts["error"]))
-
-
 def main(argv: list[str]) -> int:
     """1 if a path does not hold, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,8 +181,6 @@ def main(argv: list[str]) -> int:
     if not options.cpu and not options.tables and not torch.cuda.is_available():
         print("there is no GPU that this torch can use (--cpu runs a few small steps without one)", file=sys.stderr)
         return 2
-    if options.nccl:
-        return over_nccl(max(1, torch.cuda.device_count()))
     device, steps = ("cpu", TINY) if options.cpu else ("cuda", STEPS)
     options.folder.mkdir(parents=True, exist_ok=True)
     results = options.folder / "results.jsonl"
@@ -202,27 +191,37 @@ def main(argv: list[str]) -> int:
         print(f"there are no results in {options.folder}", file=sys.stderr)
         return 2
 
+    def done(name: str) -> bool:
+        """Errors may be of what has changed since."""
+        return rows.get(name, {"verdict": "error"}).get("verdict") != "error"
+
     def add(name: str, row: Row) -> None:
         rows[name] = row
         with open(results, "a", encoding="utf-8") as file:
             print(json.dumps({name: row}), file=file)
         print(f"{time.monotonic() - started:6.0f} s  {name}  {row}", flush=True)
 
-    last = started + options.seconds - MOST_SECONDS
+    rounds = [(1, nccl.checks())] if options.nccl else [(options.processes, checks()), (1, times(steps, device))]
+    last = started + options.seconds - (nccl.MOST_SECONDS[0] if options.nccl else MOST_SECONDS)
     left = 0
+    if options.nccl and not options.tables:
+        spent = nccl.smoke(4)
+        print(f"four ranks cannot talk: {spent}" if isinstance(spent, RuntimeError) else f"milliseconds: {spent}")
+        if isinstance(spent, RuntimeError):
+            return 1
     if not options.tables:
         if rows.get("machine") != machine():
             add("machine", machine())
-        for processes, all_of_them in ((options.processes, checks()), (1, times(steps, device))):
+        for processes, all_of_them in rounds:
             work = dict(all_of_them)
-            chosen = [name for words in options.only for name in work if words in name and name not in rows]
+            chosen = [name for words in options.only for name in work if words in name and not done(name)]
             for name, row in at_once(processes, last, [(name, work[name]) for name in dict.fromkeys(chosen)]):
                 if row is None:
                     left += 1
                 else:
                     add(name, row)
         timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
-        if timed and "profile" not in rows and not left and time.monotonic() <= last:
+        if timed and "profile" not in rows and not left and not options.nccl and time.monotonic() <= last:
             best = max(timed, key=lambda step: tokens_per_second(step, rows[f"{step.name}: here"]) * flops(step)[0])
             add("profile", profile(best, device, options.folder))
     (options.folder / "tables.md").write_text(tables(rows), encoding="utf-8")

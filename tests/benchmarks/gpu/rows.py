@@ -28,7 +28,7 @@ SIZES = (
 )
 """Of all paths: heads of 64, and sequences of several blocks of attention."""
 _FLOAT32, _BFLOAT16, _FLOAT8 = (1e-5, 1e-4), (2e-3, 5e-2), (1e-2, 0.3)
-_DOCUMENTS = ("--training.document_mask", "true")
+DOCUMENTS = ("--training.document_mask", "true")
 _EXPERTS = ("--model.name", "qwen3_moe", "--model.flavor", "debug")
 _SINKS = ("--model.name", "gpt_oss", "--model.flavor", "debug")
 _WINDOWS = ("--model.name", "gemma3", "--model.flavor", "debug")
@@ -52,12 +52,12 @@ def _float8(recipe: str, *words: str) -> tuple[str, ...]:
 
 PATHS = [
     FastPath("float32", ("--training.mixed_precision_param", "float32"), _FLOAT32),
-    FastPath("float32, documents", ("--training.mixed_precision_param", "float32"), _FLOAT32, _DOCUMENTS),
+    FastPath("float32, documents", ("--training.mixed_precision_param", "float32"), _FLOAT32, DOCUMENTS),
     FastPath("bfloat16", _mixed(), _BFLOAT16),
     FastPath("bfloat16, plain attention", _mixed("--model.attention_kernel", "plain"), _BFLOAT16),
-    FastPath("bfloat16, documents", _mixed(), _BFLOAT16, _DOCUMENTS),
+    FastPath("bfloat16, documents", _mixed(), _BFLOAT16, DOCUMENTS),
     FastPath("bfloat16, compiled", _mixed(*_COMPILE), _BFLOAT16),
-    FastPath("bfloat16, compiled, documents", _mixed(*_COMPILE), _BFLOAT16, _DOCUMENTS),
+    FastPath("bfloat16, compiled, documents", _mixed(*_COMPILE), _BFLOAT16, DOCUMENTS),
     FastPath("bfloat16, full checkpointing", _mixed("--activation_checkpoint.mode", "full"), _BFLOAT16),
     FastPath("bfloat16, checkpointing of every second layer", _mixed(*_SELECTIVE, "2"), _BFLOAT16),
     FastPath("bfloat16, checkpointing per operation", _mixed(*_SELECTIVE, "op"), _BFLOAT16),
@@ -133,8 +133,7 @@ class Step:
     def name(self) -> str:
         parts = [self.flavor, f"{self.batch} × {self.seq}", "compiled" if self.compile else "eager"]
         parts += [f"checkpointing {self.checkpointing}"] * (self.checkpointing != "none")
-        on_host = "states on the host" if self.words == STATES else "weights on the host"
-        return ", ".join(parts + ["float8"] * self.float8 + [on_host] * bool(self.words))
+        return ", ".join(parts + ["float8"] * self.float8 + ([WORDS[self.words]] if self.words else []))
 
     @property
     def sides(self) -> tuple[str, ...]:
@@ -181,7 +180,11 @@ def _steps(flavor: str, seq: int, batch: int) -> list[Step]:
 
 
 OFFLOAD = ("--training.enable_cpu_offload", "true")
+LORA = ("--lora.rank", "16", "--lora.base", "bfloat16")
+WORDS = {OFFLOAD: "weights on the host", STATES: "states on the host", LORA: "LoRA"}
+"""Names of the settings that only this project's side has."""
 STEPS = [
+    *(Step("8B", 4096, batch, compile, words=LORA) for batch in (1, 2) for compile in (True, False)),
     *_steps("1B", 4096, 4),
     *_steps("3B", 4096, 2),
     # With AdamW in float32 weights and moments of 8B take 120 GiB: they are on the host.
