@@ -2,7 +2,7 @@
 # Train:  ./run_train.sh [--job.config_file FILE] [--table.key value ...]     (--help lists every key)
 #
 # Finds a Python that has what pyproject.toml asks for, or makes .venv in the repository, and hands over to
-# components/start.py. Works in any folder and with bash 3.2. PYTHON names the Python to use.
+# components/commands/start.py. Works in any folder and with bash 3.2. PYTHON names the Python to use.
 set -euo pipefail
 
 root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -48,5 +48,5 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
     ulimit -Sn "$(ulimit -Hn)" 2>/dev/null || true
     # Before the caller's own path, so that no other `components` is found first. -P: nor beside start.py.
     export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
-    exec "$python" -P "$root/components/start.py" "$@"
+    exec "$python" -P "$root/components/commands/start.py" "$@"
 fi

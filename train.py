@@ -21,19 +21,19 @@ from components.config import EXPORTS, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
 from components.data.loader import Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
-from components.describe import introduce
-from components.guards import Guards
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.launch.hang import HangWatch
 from components.launch.memory import keep_freed_memory
 from components.launch.signals import StopSignal
-from components.metrics import Metrics, lock_folder
-from components.metrics.dynamics import Dynamics
-from components.metrics.profiling import profiling
-from components.metrics.stragglers import Stragglers
-from components.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
-from components.replicas import Replicas
+from components.observe.describe import introduce
+from components.observe.dynamics import Dynamics
+from components.observe.guards import Guards
+from components.observe.hang import HangWatch
+from components.observe.metrics import Metrics, lock_folder
+from components.observe.profiling import profiling
+from components.observe.replicas import Replicas
+from components.observe.stragglers import Stragglers
+from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
 from components.state.adapters import export_run, load_adapters
 from components.state.base import read_base
 from components.state.checkpoint import Checkpointer

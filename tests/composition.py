@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from components.config import ROOT
-from components.metrics import git_revision
+from components.observe.metrics import git_revision
 from tests.layouts import AXES, layout
 
 Row = dict[str, Any]

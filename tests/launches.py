@@ -15,7 +15,7 @@ from components.config import ROOT
 
 START = """
 import os, sys
-from components import start
+from components.commands import start
 config, settings = start.check(sys.argv[2:], os.environ)
 start.preload([], settings.threads)
 sys.exit(start.start(config, settings, 'tests.script:run', sys.argv[1:]))

@@ -106,7 +106,7 @@ def content(folder: Path, step: int) -> dict:
 
 
 if __name__ == "__main__":
-    from components import start
+    from components.commands import start
 
     vars(start)["RANK"] = "tests.rank:run"
     sys.exit(start.main(sys.argv[1:]))

@@ -71,8 +71,7 @@ def test_its_imports_are_right(repository: Path) -> None:
 
 def test_hugging_face_has_none_and_that_is_said(repository: Path) -> None:
     words = ("--job.config_file", "recipes/palm_debug.toml", "--checkpoint.enable", "--checkpoint.last_save_in_hf")
-    done = subprocess.run(
-        [sys.executable, "-m", "components.start", *words], cwd=repository, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "components.commands.start", *words]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "checkpoint.last_save_in_hf = true: Hugging Face has no palm" in done.stderr

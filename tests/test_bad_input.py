@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from components import start
+from components.commands import start
 from components.config import ConfigError, Model, load_config
 from components.data import build_datasets
 from components.data.sources import find_files

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components import check
+from components.commands import check
 from components.config import ROOT
 from tests.small import FLAVORS
 

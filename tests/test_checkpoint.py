@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import train
 from components.config import Checkpoint, load_config
-from components.optimizer import build_optimizer
+from components.optim.optimizer import build_optimizer
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from models import meta_model

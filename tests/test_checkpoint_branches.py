@@ -9,7 +9,7 @@ import torch
 
 import train
 from components.config import Training
-from components.guards import Guards
+from components.observe.guards import Guards
 from tests.checkpoints import checkpointer, content, names, run, saved, small, value_of
 
 

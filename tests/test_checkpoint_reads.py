@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from components import files
-from components.config import ConfigError
+from components.config import ConfigError, files
 from tests.checkpoints import checkpointer, content, flip_a_bit, load, names, resign, run, save, saved, small, value_of
 
 ERRNOS = (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOENT)

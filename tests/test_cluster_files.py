@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 
-from components import start
+from components.commands import start
 from components.config import ROOT
 from components.launch.settings import Settings
 from tests.test_train import TINY_RUN, numbers

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import train
-from components.dry_run import Meter
+from components.commands.dry_run import Meter
 from models.llama import FLAVORS, Llama
 from tests.harness import observe
 from tests.test_parallelize_data import GLOBAL_BATCH, LAYOUTS, local_batch

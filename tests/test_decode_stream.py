@@ -4,8 +4,8 @@ from pathlib import Path
 
 import tokenizers
 
+from components.commands.generate import decode_stream
 from components.data.tokenizer import JsonTokenizer, load_tokenizer
-from components.generate import decode_stream
 
 
 def test_characters_come_whole() -> None:

@@ -14,9 +14,9 @@ import pytest
 import torch.distributed as dist
 
 import train
+from components.commands.dry_run import Meter, held, rehearse
+from components.commands.start import check
 from components.config import ROOT, load_config
-from components.dry_run import Meter, held, rehearse
-from components.start import check
 from models import MODELS
 from models.loss import CHUNK
 from parallelize.mesh import global_batch_size, resolve_degrees
@@ -249,7 +249,7 @@ def test_a_few_layers_tell_what_all_would_take(words: tuple[str, ...], ranks: in
 
 @pytest.fixture(scope="module")
 def dry_runs(pool: ProcessPoolExecutor) -> dict[Path, list[Future]]:
-    """Of each recipe's first rank, and of a pipeline the last rank too; checked as components/start.py does."""
+    """Dry runs of each recipe's first rank, and of a pipeline's last rank too, checked as by run_train.sh."""
     found: dict[Path, list[Future]] = {}
     for recipe in RECIPES:
         words, environment = ("--job.config_file", str(recipe)), launch_line(recipe) | {"CUDA_VISIBLE_DEVICES": ""}

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import train
-from components.dry_run import Meter
-from components.metrics import _flat, _without_nan
+from components.commands.dry_run import Meter
+from components.observe.metrics import _flat, _without_nan
 from models import MODELS
 from parallelize.groups import gather
 from tests.dynamics import (

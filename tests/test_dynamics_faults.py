@@ -30,7 +30,7 @@ LOGIT = "attention_logit_max"
 SHARDS, UPDATED, CORE = "_Shards.squares", "Dynamics.after_update", "models.attention:AttentionCore.observe"
 FAULTS = {
     "tp not summed": Fault(
-        f"components.metrics.dynamics:{SHARDS}",
+        f"components.observe.dynamics:{SHARDS}",
         "in self.groups:",
         "in self.groups[:-1]:",
         "qwen3",
@@ -46,7 +46,7 @@ FAULTS = {
         "gradient_norm",
     ),
     "a stage forgotten": Fault(
-        f"components.metrics.dynamics:{UPDATED}",
+        f"components.observe.dynamics:{UPDATED}",
         'if self.mesh["pp"].size() > 1',
         "if False",
         "six layers",
@@ -54,7 +54,7 @@ FAULTS = {
         "weight_norm",
     ),
     "logits of one rank's sequences": Fault(
-        f"components.metrics.dynamics:{UPDATED}",
+        f"components.observe.dynamics:{UPDATED}",
         '"fsdp", ',
         "",
         "qwen3",

@@ -21,7 +21,7 @@ def copy(tmp_path: Path) -> Path:
     (repository / "tests").mkdir()
     for name in ("run_train.sh", "pyproject.toml", "components/launch/environment.py"):
         shutil.copy(ROOT / name, repository / name)
-    (repository / "components/start.py").write_text(
+    (repository / "components/commands/start.py").write_text(
         "import os, sys\nprint(sys.executable, os.environ['PYTHONPATH'], os.getcwd(), sys.argv[1:], sep='\\n')\n"
     )
     return repository
@@ -51,7 +51,8 @@ def test_run_train_uses_a_python_that_has_all(copy: Path, tmp_path: Path) -> Non
 
 def test_ranks_may_open_as_many_files_as_the_system_allows(copy: Path, tmp_path: Path) -> None:
     """Each rank has two sockets to every other."""
-    (copy / "components/start.py").write_text("import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE))\n")
+    printed = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+    (copy / "components/commands/start.py").write_text(printed)
     script = tmp_path / "few.sh"
     script.write_text(f"ulimit -Sn 256; ulimit -Hn 300; exec '{copy}/run_train.sh'\n")
     assert run(Path("/bin/bash"), str(script), cwd=tmp_path, PYTHON=sys.executable).stdout == "(300, 300)\n"

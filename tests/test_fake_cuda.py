@@ -67,11 +67,11 @@ FAULTS = {
         "copy from cuda:0 to cpu, in _to_host",
     ),
     "states that the host waits for": (
-        Case(STATES, 1, ("components.visits", "Visits._bring", "home, non_blocking=True", "home")),
+        Case(STATES, 1, ("components.optim.visits", "Visits._bring", "home, non_blocking=True", "home")),
         "copy from cpu to cuda:0, in _bring",
     ),
     "states that the host waits to have back": (
-        Case(STATES, 1, ("components.visits", "Visits._return", "here, non_blocking=True", "here")),
+        Case(STATES, 1, ("components.optim.visits", "Visits._return", "here, non_blocking=True", "here")),
         "copy from cuda:0 to cpu, in _return",
     ),
     "a number read on the host": (

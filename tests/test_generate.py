@@ -19,10 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import train
-from components import generate as generation
+from components.commands import generate as generation
+from components.commands.generate import build, check_ranks, continue_text, generate, open_source, sample
 from components.config import ROOT, Checkpoint, ConfigError, JobConfig, Model, to_dict
 from components.data.tokenizer import Tokenizer, load_tokenizer
-from components.generate import build, check_ranks, continue_text, generate, open_source, sample
 from components.state.checkpoint import Checkpointer, write_json
 from components.state.init import initialize_weights
 from components.state.weights import export
@@ -153,7 +153,17 @@ def test_two_ranks_say_what_one_does(saved: Saved) -> None:
 
 @one_family
 def test_the_command_line_on_one_rank_and_on_two(saved: Saved) -> None:
-    words = ["-m", "components.generate", str(saved.exported), PROMPT, "And", "--tokens", "20", "--top-p", "0.9"]
+    words = [
+        "-m",
+        "components.generate",
+        str(saved.exported),
+        PROMPT,
+        "And",
+        "--tokens",
+        "20",
+        "--top-p",
+        "0.9",
+    ]
     words += ["--seed", "3"]
     right = [f"{prompt}{text(saved.exported, prompt, 20, seed=3)}" for prompt in (PROMPT, "And")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

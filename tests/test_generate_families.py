@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from components import generate as generation
+from components.commands import generate as generation
 from components.config import Model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model

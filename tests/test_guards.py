@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
-from components import guards
-from components.guards import Spikes
 from components.launch.exit_codes import ExitCode
+from components.observe import guards
+from components.observe.guards import Spikes
 from parallelize.groups import gather
 from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite, whole_weights

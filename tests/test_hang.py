@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import train
-from components.launch.hang import HangWatch, Report, Wait, sentence
+from components.observe.hang import HangWatch, Report, Wait, sentence
 from parallelize.groups import set_timeout
 from tests.figures import Observation
 from tests.harness import Case, observe_all

@@ -1,7 +1,9 @@
 """Who may import whom, read from the source: nothing is imported here."""
 
 import ast
+import collections
 import functools
+import graphlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,42 +15,26 @@ LAYOUT = ("parallelize.mesh", "parallelize.groups", "parallelize.sharding")
 """What a component may know of more than one device."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "components.config": (),
-    "components.files": ("components.config",),
     "models": (),
     "parallelize": ("components.config", "models"),
     "parallelize.rules": ("components.config", "models", "parallelize"),
     "components.launch": ("components.config", *LAYOUT),
-    "components.counter_hash": ("parallelize.sharding",),
-    "components.rounding": ("components.counter_hash", "models.random_bits", "parallelize.sharding"),
-    "components.visits": ("components.rounding", "parallelize.sharding"),
-    "components.rounded_adam": (
-        *("components.counter_hash", "components.rounding", "components.visits", "models.random_bits"),
-    ),
-    "components.muon": (
-        *("components.counter_hash", "components.rounding", "components.visits"),
-        *("models.random_bits", "parallelize.sharding"),
-    ),
-    "components.optimizer": (
-        *("components.config", "components.muon", "components.rounded_adam", "components.visits"),
-        *("models.parameters", *LAYOUT),
-    ),
-    "components.data": ("components.config", "components.files", "components.launch", *LAYOUT),
+    "components.optim": ("components.config", "models.parameters", "models.random_bits", *LAYOUT),
+    "components.data": ("components.config", "components.launch", *LAYOUT),
     "components.state": (
-        *("components.config", "components.counter_hash", "components.files", "components.data", "components.launch"),
+        *("components.config", "components.launch", "components.data.tokenizer", "components.optim.counter_hash"),
         *("models.hugging_face", "models.nf4", "models.parameters", "models.random_bits", *LAYOUT),
     ),
     "components.state.adapters": ("components", "models", *LAYOUT),
-    "components.metrics": ("components.config", "components.files", "components.launch", *LAYOUT),
-    "components.replicas": ("components.launch", *LAYOUT),
-    "components.guards": ("components.config", "components.data", "components.files", "components.launch", *LAYOUT),
     "components.state.__main__": ("components", "models", "parallelize"),
-    "components.describe": ("components.config", "components.optimizer", "models", "parallelize"),
-    "components.generate": ("components", "models", "parallelize"),
+    "components.observe": ("components.config", "components.launch", "components.data.loader", *LAYOUT),
+    "components.observe.describe": ("components.config", "components.optim.optimizer", "models", "parallelize"),
     "train": ("components", "models", "parallelize"),
-    "components.rank": ("components.launch", "train"),
-    "components.dry_run": ("components", "models", "parallelize", "train"),
-    "components.start": ("components", "models", "parallelize"),
-    "components.check": ("components", "models", "parallelize"),
+    "components.launch.rank": ("components.launch", "train"),
+    "components.commands": ("components", "models", "parallelize"),
+    "components.commands.dry_run": ("components", "models", "parallelize", "train"),
+    "components.generate": ("components.commands.generate", "components.launch.ending"),
+    "components.metrics": ("components.commands.report",),
 }
 """Room -> what it may import of other rooms, from the ground up: a room imports none that stands below it here."""
 LIBRARIES = {
@@ -153,28 +139,28 @@ def test_every_import_is_allowed() -> None:
         ("components.config.load", "import torch"),
         ("components.config.tables", "from torch import nn"),
         ("components.config.load", "def late():\n    import torch.distributed"),
-        ("components.config.load", "from components.start import main"),
-        ("components.optimizer", "from models.llama import Llama"),
-        ("components.optimizer", "from models import MODELS"),
-        ("components.optimizer", "from parallelize.tensor import apply_tensor_parallel"),
-        ("components.optimizer", "from parallelize.rules import check_layout"),
-        ("components.optimizer", "from parallelize import PARALLELIZE"),
-        ("components.optimizer", "import train"),
-        ("components.config.load", "from components.files import read_json"),
+        ("components.config.load", "from components.commands.start import main"),
+        ("components.optim.optimizer", "from models.llama import Llama"),
+        ("components.optim.optimizer", "from models import MODELS"),
+        ("components.optim.optimizer", "from parallelize.tensor import apply_tensor_parallel"),
+        ("components.optim.optimizer", "from parallelize.rules import check_layout"),
+        ("components.optim.optimizer", "from parallelize import PARALLELIZE"),
+        ("components.optim.optimizer", "import train"),
+        ("components.config.files", "from components.launch.process import cores"),
         ("components.data.cache", "from components.state.folder import fault"),
-        ("components.launch.ranks", "from components.start import main"),
+        ("components.launch.ranks", "from components.commands.start import main"),
         ("components.launch.ranks", "from components.data.cache import prepare"),
         ("parallelize.mesh", "from parallelize.rules import check_layout"),
         ("parallelize.rules", "from components.state.weights import check_weights"),
         ("parallelize.data", "from components.launch.signals import StopSignal"),
         ("components.new_room", "import torch"),
-        ("components.generate", "import train"),
-        ("components.start", "import train"),
-        ("components.start", "from components.check import main"),
-        ("components.check", "import train"),
-        ("train", "from components.dry_run import Meter"),
-        ("components.generate", "from models.llama import Llama"),
-        ("components.generate", "from parallelize.llama import parallelize_llama"),
+        ("components.commands.generate", "import train"),
+        ("components.commands.start", "import train"),
+        ("components.observe.guards", "from components.commands.start import main"),
+        ("components.commands.check", "import train"),
+        ("train", "from components.commands.dry_run import Meter"),
+        ("components.commands.generate", "from models.llama import Llama"),
+        ("components.commands.generate", "from parallelize.llama import parallelize_llama"),
         ("parallelize.data", "from train import main"),
         ("parallelize.data", "from models.llama import Llama"),
         ("parallelize.data", "from models import llama"),
@@ -190,15 +176,45 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
     assert [text for text in broken(files) if text.startswith(f"{module} imports")]
 
 
+def circle(files: dict[str, str]) -> list[str]:
+    """Folders that import each other in a circle, apart from the rank, which is the loop's entry; none if empty."""
+    known = set(files)
+    graph: dict[str, set[str]] = collections.defaultdict(set)
+    for module, source in files.items():
+        folder = _folder(module)
+        if folder and module != "components.launch.rank":
+            graph[folder] |= {_folder(name) for name in imports(module, source, known)} - {folder, ""}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def _folder(module: str) -> str:
+    """The folder of a module of the repository; empty for tests and for libraries."""
+    parts = module.split(".")
+    if parts[0] not in OURS - {"tests"}:
+        return ""
+    return ".".join(parts[: 2 if parts[0] == "components" else 1])
+
+
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    files = sources()
+    assert circle(files) == []
+    files["components.optim.visits"] += "\nfrom components.observe.guards import Guards\n"
+    assert {*circle(files)} == {"components.optim", "components.observe"}
+
+
 @pytest.mark.parametrize(
     ("module", "line"),
     [
         ("models.llama", "from models.layers import Attention"),
-        ("components.optimizer", "from parallelize.mesh import Degrees"),
-        ("components.start", "from parallelize.rules import check_layout"),
-        ("components.dry_run", "import train"),
-        ("components.generate", "from models import MODELS"),
-        ("components.generate", "from parallelize import parallelize_model"),
+        ("components.optim.optimizer", "from parallelize.mesh import Degrees"),
+        ("components.commands.start", "from parallelize.rules import check_layout"),
+        ("components.commands.dry_run", "import train"),
+        ("components.commands.generate", "from models import MODELS"),
+        ("components.commands.generate", "from parallelize import parallelize_model"),
         ("parallelize.llama", "from models.llama import Llama"),
         ("parallelize.rules", "from models import MODELS"),
         ("parallelize.data", "from models.layers import Attention"),

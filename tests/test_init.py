@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from components import counter_hash
 from components.config import Model
+from components.optim import counter_hash
 from components.state.init import _normal, initialize_weights
 from models import meta_model
 from models.random_bits import key_of

@@ -9,7 +9,7 @@ import torch
 
 import train
 from components.config import ConfigError, Lora, Model, Optimizer, load_config, to_dict
-from components.optimizer import build_optimizer
+from components.optim.optimizer import build_optimizer
 from components.state.folder import chosen_model
 from components.state.init import initialize_weights
 from models import MODELS, meta_model

@@ -173,7 +173,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, str, s
         "gradient norm",
         MOE,
         (*FSDP, *EP),
-        ("components.optimizer", "local_gradients", "is not None:", "is not None and parameter.ndim < 3:"),
+        ("components.optim.optimizer", "local_gradients", "is not None:", "is not None and parameter.ndim < 3:"),
     ),
     "A of latents local to a rank": (
         "gradient",

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from components.commands.start import check_initial_weights
 from components.config import ConfigError, Model, load_config, to_dict
-from components.files import read_json, write_json
-from components.start import check_initial_weights
+from components.config.files import read_json, write_json
 from components.state.__main__ import main
 from components.state.adapters import check_adapters, export_adapters, merge
 from components.state.base import hash_of_base, load_run

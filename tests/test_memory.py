@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import train
+from components.commands.dry_run import Meter
 from components.config import ROOT
-from components.dry_run import Meter
 from models.llama import FLAVORS, Llama
 from tests.harness import observe
 from tests.test_parallelize_data import LAYOUTS

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from components.commands.report import main
 from components.config import load_config
-from components.metrics import Metrics, _memory_gib, peak_flops
-from components.metrics.__main__ import main
-from components.metrics.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
+from components.observe.metrics import Metrics, _memory_gib, peak_flops
+from components.observe.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
 
 
 def rows(steps: int, **more: Any) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import train
-from components import muon
-from components.muon import Muon, orthogonalise, share_out
-from components.optimizer import AdamW
+from components.optim import muon
+from components.optim.muon import Muon, orthogonalise, share_out
+from components.optim.optimizer import AdamW
 from parallelize.groups import gather
 from tests.figures import broken_bars
 from tests.harness import observe

@@ -13,8 +13,8 @@ from torch import nn
 import train
 from components.config import ConfigError, LRScheduler, Optimizer, load_config
 from components.config.optimizer import OPTIMIZER_KEYS
-from components.describe import describe_rate
-from components.optimizer import (
+from components.observe.describe import describe_rate
+from components.optim.optimizer import (
     OPTIMIZERS,
     RATE_SCHEDULES,
     build_optimizer,

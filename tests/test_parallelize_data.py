@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import train
-from components.describe import introduce
+from components.observe.describe import introduce
 from tests.figures import Observation, broken_bars, figures
 from tests.harness import observe, rewrite
 
@@ -167,7 +167,7 @@ FAULTS = {
         "(**batch) / valid\n            poison_if_not_finite(part).backward()\n            loss += part.detach()",
         "(**batch)\n            part.backward()\n            loss += part.detach() / valid",
     ),
-    "norm not summed over shards": ("components.optimizer", "clip_gradients", "group in groups:", "group in ():"),
+    "norm not summed over shards": ("components.optim.optimizer", "clip_gradients", "group in groups:", "group in ():"),
     "loss summed over the wrong mesh": (
         "parallelize.mesh",
         "sum_over_token_ranks",

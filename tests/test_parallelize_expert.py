@@ -48,7 +48,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, str, str, str]]] = {
     "the norm leaves experts out": (
         "gradient norm",
         (SHARD, "2", LOCAL, "18", EP, "2"),
-        ("components.optimizer", "local_gradients", "is not None:", "is not None and parameter.ndim < 3:"),
+        ("components.optim.optimizer", "local_gradients", "is not None:", "is not None and parameter.ndim < 3:"),
     ),
     "padding is routed": (
         "expert rows",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from components.dry_run import Meter
+from components.commands.dry_run import Meter
 from models.llama import FLAVORS
 from parallelize.parts import _Earlier, _PartCore, cut_into_parts
 from parallelize.tables import order_of_parts, simulate

@@ -108,7 +108,7 @@ FAULTS = {
         "stage.init_std, config.debug.seed + mesh['pp'].get_local_rank()",
     ),
     "the norm of one stage alone": (
-        "components.optimizer",
+        "components.optim.optimizer",
         "clip_gradients",
         "if stages is not None:",
         "if False:",
@@ -172,8 +172,8 @@ TIED_FAULTS = {
         "own[0].add_(received",
         "own[0].copy_(received",
     ),
-    "the norm counts both": ("components.optimizer", "clip_gradients", "if not is_copy(parameter)", "if True"),
-    "dynamics count both": ("components.metrics.dynamics", "Dynamics.__init__", "if not is_copy(parameter)", "if True"),
+    "the norm counts both": ("components.optim.optimizer", "clip_gradients", "if not is_copy(parameter)", "if True"),
+    "dynamics count both": ("components.observe.dynamics", "Dynamics.__init__", "if not is_copy(parameter)", "if True"),
 }
 
 

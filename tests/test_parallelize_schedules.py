@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from components.config import Parallelism, load_config
-from components.describe import describe
+from components.observe.describe import describe
 from parallelize.mesh import resolve_degrees
 from parallelize.schedules import (
     SCHEDULES,

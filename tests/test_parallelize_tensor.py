@@ -234,7 +234,7 @@ FAULTS = {
         "grad_placements=[Replicate()]",
     ),
     "the gradient norm not summed over tp": (
-        "components.optimizer",
+        "components.optim.optimizer",
         "clip_gradients",
         "group in groups:",
         "group in ():",

@@ -10,8 +10,8 @@ import torch
 
 import train
 from components.config import Model, Optimizer
-from components.muon import Muon
-from components.optimizer import build_optimizer, state_bytes
+from components.optim.muon import Muon
+from components.optim.optimizer import build_optimizer, state_bytes
 from components.state.checkpoint import Checkpointer
 from models import MODELS, meta_model
 from models.llama import FLAVORS, Llama

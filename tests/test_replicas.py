@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import train
 from components.launch.exit_codes import ExitCode
-from components.replicas import Replicas, column_sums, mix, suspects
+from components.observe.replicas import Replicas, column_sums, mix, suspects
 from parallelize.sharding import local_part
 from tests.harness import observe, rewrite
 from tests.test_guards import train_to_the_end

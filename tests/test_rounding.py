@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 import train
-from components import optimizer as optimizers
 from components.config import load_config
-from components.counter_hash import chunks
-from components.muon import Muon
-from components.optimizer import Adam, AdamW, state_bytes, update
-from components.rounded_adam import RoundedAdam
-from components.rounding import Kept, RandomBits, new_moment, to_bfloat16
+from components.optim import optimizer as optimizers
+from components.optim.counter_hash import chunks
+from components.optim.muon import Muon
+from components.optim.optimizer import Adam, AdamW, state_bytes, update
+from components.optim.rounded_adam import RoundedAdam
+from components.optim.rounding import Kept, RandomBits, new_moment, to_bfloat16
 from components.state import init
 from models.random_bits import key_of
 from parallelize.sharding import local_part

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from components import start
+from components.commands import start
 from components.config import ROOT, ConfigError, JobConfig, load_config
 from components.data import __main__ as prepare
 from components.launch import settings as settings_module
@@ -121,7 +121,7 @@ def launch(words: list[str], folder: Path, **variables: str) -> tuple[subprocess
     environment = {name: value for name, value in os.environ.items() if name not in ("NGPU", "NNODES", "LOG_RANK")}
     code = (
         "import sys\n"
-        "from components.start import main\n"
+        "from components.commands.start import main\n"
         "code = main(sys.argv[1:])\n"
         "assert 'torch' not in sys.modules, 'imported torch to refuse a job'\n"
         "sys.exit(code)\n"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from components import start
+from components.commands import start
 from components.data import __main__ as data
 from components.launch import orphan, signals
 from components.launch.exit_codes import ExitCode

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import train
-from components.metrics.stragglers import OwnTime, Stragglers
+from components.observe.stragglers import OwnTime, Stragglers
 from parallelize.groups import gather
 from tests.harness import observe, rewrite
 from tests.test_guards import LAYOUTS

@@ -121,7 +121,7 @@ def test_nothing_private_is_imported_before_the_check() -> None:
             ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)
         )
         found = [name for name in private_names(first, set()) if name.startswith("torch.")]
-        assert not found or module == "components.dry_run", (module, found)
+        assert not found or module == "components.commands.dry_run", (module, found)
 
 
 CP, PP = "--parallelism.context_parallel_degree", "--parallelism.pipeline_parallel_degree"
@@ -181,7 +181,7 @@ from torch.distributed import _functional_collectives
 from parallelize.rules import torch_names
 torch_names.torch_version = lambda: "2.14.0"
 del _functional_collectives.permute_tensor
-from components.start import main
+from components.commands.start import main
 sys.exit(main(sys.argv[1:]))
 """
 

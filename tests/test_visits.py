@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from components import visits
+from components.commands.dry_run import Meter
 from components.config import load_config
-from components.dry_run import Meter
-from components.optimizer import build_optimizer, staged_bytes
-from components.visits import Visits
+from components.optim import visits
+from components.optim.optimizer import build_optimizer, staged_bytes
+from components.optim.visits import Visits
 from tests.harness import observe, rewrite
 from tests.test_optimizer import small_model
 from tests.test_rounding import differing, give_equal_gradients, states
@@ -84,7 +84,7 @@ def test_a_run_has_the_same_bits(kind: str, layout: str) -> None:
 
 def plant(*fault: str) -> None:
     use_small_buckets()
-    rewrite("components.visits", *fault)
+    rewrite("components.optim.visits", *fault)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_no_two_streams_use_the_same_bytes_at_a_time(kind: str, monkeypatch: pyt
 )
 def test_a_missing_wait_is_found(function: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Visits, function, getattr(Visits, function))  # put back at the end
-    rewrite("components.visits", f"Visits.{function}", line, "pass")
+    rewrite("components.optim.visits", f"Visits.{function}", line, "pass")
     assert races("AdamW", monkeypatch)
 
 

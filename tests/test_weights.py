@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
+from components.commands.start import check_initial_weights
 from components.config import ConfigError, Model, load_config
-from components.start import check_initial_weights
 from components.state import checkpoint, weights
 from models import MODELS, meta_model
 from models.moe import MixtureConfig

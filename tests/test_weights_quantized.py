@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
+from components.commands.generate import build, open_source
+from components.commands.start import check_initial_weights
 from components.config import ConfigError, Model, load_config
-from components.generate import build, open_source
-from components.start import check_initial_weights
 from components.state import weights
 from components.state.quantized import Fp8, Mxfp4, Quantization
 from models import meta_model

@@ -26,9 +26,9 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
+from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
-from components.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters that a worker gets at a time; this also bounds what the tokenizer merges at once

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
-from components.files import inside
+from components.config.files import inside
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""

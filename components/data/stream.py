@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 
 from components.config import ConfigError, JobConfig, Training, mistake, python_path
+from components.config.files import read_json_if_whole, sample
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_inside, walk
 from components.data.tokenizer import load_tokenizer, try_tokenizer
-from components.files import read_json_if_whole, sample
 
 AHEAD_TOKENS = 1 << 24
 """The writer waits when it is this far ahead of what readers have asked for."""

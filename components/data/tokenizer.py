@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError, python_path
+from components.config.files import inside, read_json_as, write_json
 from components.config.keys import short
-from components.files import inside, read_json_as, write_json
 from components.launch.exit_codes import ExitCode
 
 # How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).

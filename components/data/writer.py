@@ -15,9 +15,9 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from components.config import ConfigError
+from components.config.files import replace
 from components.data.cache import token_dtype, tokenized
 from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
-from components.files import replace
 from components.launch.process import cores
 
 _PUBLISH_SECONDS = 0.25

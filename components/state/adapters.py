@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from components.config import ConfigError, Lora
-from components.files import read_json, write_json
+from components.config.files import read_json, write_json
 from components.state.base import check_base, load_run
 from components.state.folder import chosen_model
 from components.state.tensors import check_finite, load_tensors

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import Checkpoint, ConfigError
-from components.counter_hash import chunks
+from components.optim.counter_hash import chunks
 from components.state.checkpoint import Checkpointer
 from components.state.folder import peek
 from components.state.init import initialize_weights

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
-from components.files import digest, sync, write_json
+from components.config.files import digest, sync, write_json
 from components.launch.signals import Agreement
 from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
 from components.state.copies import HostCopies

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from components.config import ConfigError, Lora, Model, RopeScaling
-from components.files import digest, patiently, read_json
+from components.config.files import digest, patiently, read_json
 from components.state.together import read_together
 
 VERSION = 1

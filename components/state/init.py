@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from components.counter_hash import chunks
+from components.optim.counter_hash import chunks
 from components.state.packed import to_fill
 from models.parameters import Uniform
 from models.random_bits import key_of, mixed, shifted

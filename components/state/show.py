@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from components.config import ConfigError
-from components.files import read_json
+from components.config.files import read_json
 from components.state.choice import ABANDONED, DAMAGED
 from components.state.folder import Saved, fault, find_checkpoint, names_in, peek, saved_in
 from components.state.tensors import Reader, open_reader

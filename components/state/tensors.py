@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from components.config import ConfigError
-from components.files import patiently
+from components.config.files import patiently
 from components.state.folder import Fault, inside, manifest, read_inside
 from components.state.metadata import files_of, parse
 from components.state.packed import to_fill

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.config import ConfigError
+from components.config.files import inside, read_json_as, write_json
 from components.data.tokenizer import export_tokenizer
-from components.files import inside, read_json_as, write_json
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from components.config import ROOT
 from components.launch.memory import keep_freed_memory
-from components.metrics.report import points, read_rows
+from components.observe.report import points, read_rows
 from components.state.init import initialize_weights
 from models import MODELS
 from models.layers import FeedForward

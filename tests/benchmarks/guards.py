@@ -13,10 +13,10 @@ import torch
 
 import train
 from components.config import Training
-from components.guards import Guards
-from components.launch.hang import HangWatch
-from components.metrics.stragglers import Stragglers
-from components.replicas import Replicas
+from components.observe.guards import Guards
+from components.observe.hang import HangWatch
+from components.observe.replicas import Replicas
+from components.observe.stragglers import Stragglers
 from parallelize.sharding import poison_if_not_finite
 from tests.harness import observe
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import models.loss
-from components.dry_run import Meter
+from components.commands.dry_run import Meter
 from components.launch.memory import keep_freed_memory
 from models.loss import cross_entropy, linear_cross_entropy
 

@@ -25,7 +25,7 @@ import torch
 
 import train
 from components.config import ROOT, Optimizer, load_config
-from components.optimizer import row_bytes
+from components.optim.optimizer import row_bytes
 from models.llama import FLAVORS, Llama
 from parallelize.groups import init_distributed
 from tests.benchmarks.peers import ours

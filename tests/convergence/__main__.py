@@ -23,9 +23,9 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from components.commands.start import gpus
 from components.config import ROOT, ConfigError
 from components.launch.exit_codes import ExitCode
-from components.start import gpus
 from tests.convergence import golden
 from tests.convergence.report import Comparison, as_text, write
 from tests.convergence.sides import Curve, Side, check, parse, run

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import train
-from components import start
+from components.commands import start
 from components.launch.ending import run_to_exit
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from components.metrics.report import COLOURS, Panel, Points, Section, about_cells, draw, page
+from components.observe.report import COLOURS, Panel, Points, Section, about_cells, draw, page
 from tests.convergence.sides import SERIES, Curve
 from tests.convergence.verdict import BAND, Distance, Floor, differences, distances, first_outside, who_moved
 

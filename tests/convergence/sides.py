@@ -14,9 +14,9 @@ from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from components.commands.start import gpus
 from components.config import ROOT, ConfigError, JobConfig, load_config
-from components.metrics.report import read_rows
-from components.start import gpus
+from components.observe.report import read_rows
 from parallelize.mesh import Degrees, draw_layout, minimum_ranks, resolve_degrees
 from parallelize.rules import check_layout
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from components.commands.dry_run import init_fake_group
 from components.config import ROOT, load_config
-from components.dry_run import init_fake_group
 from components.state.copies import HostCopies
 from components.state.init import give_memory
 from models import meta_model

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from components.config import ROOT
-from components.files import replace
+from components.config.files import replace
 from tests.cpu import adopt_orphans, tree_seconds
 from tests.faults.page import PAGE, RESULTS, page, read_results
 from tests.faults.rows import FOLDER, Row, read_rows

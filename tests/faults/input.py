@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ROOT
-from components.files import read_json_if_whole, replace
+from components.config.files import read_json_if_whole, replace
 from parallelize.groups import init_distributed
 from tests.faults.mutations import Mutations
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from components.config import ROOT
-from components.files import read_json_if_whole, replace
+from components.config.files import read_json_if_whole, replace
 from tests.launches import alive
 
 PROGRESS = ROOT / ".cache" / "faults" / "hangs.json"

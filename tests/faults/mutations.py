@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from components import start
+from components.commands import start
 from components.config import ROOT, ConfigError, JobConfig, Model, to_dict
 from components.data import PackedSequences, TokenCache
 from components.data.tokenizer import TiktokenTokenizer, load_tokenizer
-from components.metrics.report import _read_run, about_cells
+from components.observe.report import _read_run, about_cells
 from components.state.folder import find_checkpoint
 from components.state.weights import check_weights
 from models import meta_model
@@ -156,7 +156,7 @@ def words(draw: random.Random) -> list[str]:
 
 
 def check(argv: list[str]) -> None:
-    """All that components/start.py checks before it prepares data and starts ranks."""
+    """All that components/commands/start.py checks before it prepares data and starts ranks."""
     config, settings = start.check(argv, {"NGPU": "4"})
     warnings(config, resolve_degrees(config, settings.world_size), settings.ranks, on_cpu=True)
 

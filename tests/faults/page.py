@@ -3,7 +3,7 @@
 from typing import Any
 
 from components.config import ROOT
-from components.files import read_json_if_whole
+from components.config.files import read_json_if_whole
 from tests.faults.rows import FOLDER, Row
 
 PAGE, RESULTS = ROOT / "docs" / "reliability.md", FOLDER / "results.json"

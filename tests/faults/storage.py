@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from components.config import ROOT
-from components.files import read_json_if_whole, replace
+from components.config.files import read_json_if_whole, replace
 from components.state.checkpoint import Checkpointer
 from components.state.folder import steps_in
 from tests.checkpoints import checkpointer, fork_ranks, run, saved

@@ -31,7 +31,7 @@ import torch
 
 from components.config import ROOT, Model
 from components.config.model import Lora
-from components.metrics import git_revision, peak_flops
+from components.observe.metrics import git_revision, peak_flops
 from models import meta_model
 from tests.benchmarks.gpu import nccl
 from tests.benchmarks.gpu.checks import Row, Work, at_once, checks

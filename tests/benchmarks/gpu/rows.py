@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from components import visits
+from components.optim import visits
 from models.llama import FLAVORS
 from tests.benchmarks.peers.clock import Job
 from tests.benchmarks.peers.sides import NO_LAYOUT

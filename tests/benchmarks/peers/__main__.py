@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ROOT
-from components.metrics import git_revision
+from components.observe.metrics import git_revision
 from tests.benchmarks.peers.sides import NO_LAYOUT, install, measure
 
 PAGE, RESULTS = ROOT / "docs" / "performance.md", Path(__file__).parent / "results.json"

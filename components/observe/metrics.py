@@ -18,8 +18,8 @@ import torch
 from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
-from components.files import replace
-from components.metrics.report import Panel, draw, points, read_rows
+from components.config.files import replace
+from components.observe.report import Panel, draw, points, read_rows
 
 # Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
 PEAK_FLOPS = {

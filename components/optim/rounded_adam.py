@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from components.counter_hash import chunks
-from components.rounding import Kept, RandomBits, as_rows, new_moment
-from components.visits import Piece, Visits
+from components.optim.counter_hash import chunks
+from components.optim.rounding import Kept, RandomBits, as_rows, new_moment
+from components.optim.visits import Piece, Visits
 from models.random_bits import key_of
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jinja2
 
-from components.files import read_json_if_whole
+from components.config.files import read_json_if_whole
 
 Points = tuple[Sequence[float], Sequence[float | None]]
 """x and y; a y of None is a gap."""

@@ -23,7 +23,7 @@ from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
-RANK = "components.rank:run"
+RANK = "components.launch.rank:run"
 """What each rank does, as "module:function"."""
 
 _HELP = """\
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
         print_help()
         return ExitCode.DONE
     if "--check" in argv:
-        return run_alone("components.check", [word for word in argv if word != "--check"], {})
+        return run_alone("components.commands.check", [word for word in argv if word != "--check"], {})
     try:
         argv = with_recipe(argv)
         config, settings = check_job(argv, os.environ)
@@ -171,7 +171,7 @@ def rehearse(settings: Settings, argv: list[str]) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-        if code := run_alone("components.dry_run", argv, numbers):
+        if code := run_alone("components.commands.dry_run", argv, numbers):
             return code
     return ExitCode.DONE
 

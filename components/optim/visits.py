@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from components.rounding import as_rows
+from components.optim.rounding import as_rows
 from parallelize.sharding import local_part, on_host
 
 BUCKET = 1 << 23

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from components.config import JobConfig, LRScheduler, Optimizer
-from components.muon import Muon
-from components.rounded_adam import RoundedAdam
-from components.visits import Visits
+from components.optim.muon import Muon
+from components.optim.rounded_adam import RoundedAdam
+from components.optim.visits import Visits
 from models.parameters import Kind, Role
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, is_copy, local_part

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from components.config import Training
+from components.config.files import write_json
 from components.data.loader import Order, build_loader
-from components.files import write_json
 from components.launch.exit_codes import ExitCode
 from parallelize.groups import print_on_rank_0
 from parallelize.mesh import Mesh, sum_over_token_ranks

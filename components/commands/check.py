@@ -19,6 +19,7 @@ from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
+from components.commands.start import check_devices, check_folders, check_initial_weights, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.data.cache import data_spec
 from components.data.sources import BadRecord, find_files, read_documents
@@ -26,8 +27,7 @@ from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import try_tokenizer
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings
-from components.optimizer import state_bytes
-from components.start import check_devices, check_folders, check_initial_weights, with_recipe
+from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
 from models import meta_model, sizes
 from parallelize.mesh import global_batch_size, resolve_degrees
@@ -138,7 +138,7 @@ def disk(job: Job) -> str:
 
 def memory(job: Job) -> str:
     """What a dry run of rank 0 holds, against the device."""
-    command = [sys.executable, "-P", "-m", "components.dry_run", *job.argv, "--comm.mode", "fake_backend"]
+    command = [sys.executable, "-P", "-m", "components.commands.dry_run", *job.argv, "--comm.mode", "fake_backend"]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **numbers, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

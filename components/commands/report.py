@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from components.launch.exit_codes import ExitCode
-from components.metrics.report import run_report
+from components.observe.report import run_report
 
 
 def main(argv: list[str]) -> int:
@@ -24,7 +24,3 @@ def main(argv: list[str]) -> int:
         return ExitCode.CONFIG
     print(path)
     return ExitCode.DONE
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

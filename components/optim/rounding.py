@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from components.counter_hash import Indices
+from components.optim.counter_hash import Indices
 from models.random_bits import mixed, shifted
 from parallelize.sharding import block_of, local_part
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from components.config import JobConfig, to_dict
-from components.optimizer import state_bytes
+from components.optim.optimizer import state_bytes
 from models import meta_model, sizes
 from parallelize.mesh import Degrees, draw_layout, global_batch_size
 from parallelize.schedules import describe_stages

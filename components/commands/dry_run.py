@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from components import counter_hash
 from components.config import JobConfig, load_config
-from components.describe import describe
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.optimizer import staged_bytes
+from components.observe.describe import describe
+from components.optim import counter_hash
+from components.optim.optimizer import staged_bytes
 from components.state.init import give_memory
 from models import loss, meta_model
 from parallelize import expert, parallelize_model

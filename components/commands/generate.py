@@ -1,0 +1,264 @@
+"""Text from a model: a run's newest good checkpoint (or --step N), or a Hugging Face folder.
+
+    python -m components.generate outputs/llama_debug "In the beginning" --tokens 100
+    torchrun --nproc-per-node 2 -m components.generate FOLDER "In the beginning"
+
+Runs on one device, or with each matrix split over all ranks that torchrun starts. Each token passes through the model
+once: attention keeps the keys and values of earlier tokens. The model's code knows nothing of this cache.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from components.config import ConfigError, JobConfig, Parallelism, Training
+from components.config.files import read_json_as
+from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.launch.exit_codes import ExitCode
+from components.state.base import load_run
+from components.state.folder import chosen_model, find_checkpoint
+from components.state.weights import check_weights, load_weights
+from models import MODELS, meta_model
+from models.attention import KERNELS, AttentionCore, Visible
+from models.hugging_face import from_hugging_face
+from models.moe import Router
+from parallelize import parallelize_model
+from parallelize.groups import init_distributed
+from parallelize.mesh import Degrees, Mesh
+from parallelize.rules import check_model
+
+_CHUNK_TOKENS = 512  # of a prompt at a time: the head computes logits of each
+
+
+@dataclass
+class Source:
+    """A folder's model and tokenizer, before any memory is allocated."""
+
+    name: str
+    """The family, of models.MODELS."""
+    model: Any
+    """The whole model, on the meta device."""
+    tokenizer: str
+    said: str
+    load: Callable[[nn.Module], None]
+    """Fills the parameters that this rank has."""
+
+
+def open_source(folder: Path, step: int | None) -> Source:
+    """A run's dump_folder or a Hugging Face folder. Called by all ranks. Raises ConfigError if it cannot be used."""
+    if (folder / "run.json").exists():
+        return _open_run(folder, step)
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{folder}: no run.json and no config.json: not a dump_folder, and no Hugging Face folder")
+    if step is not None:
+        raise ConfigError(f"--step {step}: {folder} is a Hugging Face folder, which has no steps")
+    return _open_hugging_face(folder)
+
+
+def _open_run(folder: Path, step: int | None) -> Source:
+    config, checkpoint = find_checkpoint(folder, step)
+    chosen = chosen_model(config)
+    check_model(JobConfig(model=chosen))
+    load = partial(load_run, config=config, checkpoint=checkpoint)
+    said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
+    model = meta_model(chosen, config["training"]["dtype"])
+    return Source(chosen.name, model, config["model"]["hf_assets_path"], said, load)
+
+
+def _open_hugging_face(folder: Path) -> Source:
+    file = folder / "config.json"
+    families = {
+        kind: name
+        for name, (model_class, flavors) in MODELS.items()
+        for kind in (model_class.hf_type, *flavors["debug"].hf_defaults)
+    }
+    try:
+        given = read_json_as(dict[str, Any], file)
+        name = families.get(given.get("model_type"))
+        if name is None:
+            raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
+        model_class, flavors = MODELS[name]
+        sizes = from_hugging_face(given, type(next(iter(flavors.values()))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    with torch.device("meta"):
+        model = model_class(sizes)
+    check_weights(model, folder)
+    # tokenizer.json first: a tokenizer.model may be of another kind.
+    tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
+    return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
+
+
+def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model with its weights, its matrices split over all ranks.
+
+    Raises ConfigError if the ranks cannot share the model evenly, or the weights do not fit.
+    """
+    ranks, sizes = dist.get_world_size(), source.model.config
+    check_ranks(sizes, ranks)
+    # One token cannot be split along the sequence. Weights have the dtype already, so nothing is cast.
+    config = JobConfig(
+        parallelism=Parallelism(tensor_parallel_degree=ranks, sequence_parallel=False),
+        training=Training(mixed_precision_param=str(dtype).removeprefix("torch.")),  # type: ignore[arg-type]
+    )
+    mesh = Mesh(Degrees(tp=ranks), device.type)
+    whole = source.model.to(dtype)
+    for module in whole.modules():
+        if isinstance(module, Router):
+            module.float()  # as in training: close scores would be equal
+    (model,) = parallelize_model(source.name)(whole, mesh, config)
+    model.to_empty(device=device)
+    model.tie_weights()
+    source.load(model)
+    return model
+
+
+def check_ranks(sizes: Any, ranks: int) -> None:
+    """Raises ConfigError where ranks cannot split a model of these sizes evenly."""
+    split = {"attention heads": sizes.n_heads, "key/value heads": sizes.n_kv_heads}
+    split |= {f"feed-forward columns ({name})": columns for name, columns in sizes.tp_columns.items()}
+    uneven = [f"{size} {what}" for what, size in split.items() if size % ranks]
+    if uneven:
+        raise ConfigError(f"the model has {', '.join(uneven)}, which {ranks} ranks cannot share evenly")
+
+
+class CachedCore(AttentionCore):
+    """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K).
+
+    No kernel is compiled: each token has another number of keys.
+    """
+
+    kernel = KERNELS["sdpa"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
+        assert visible.documents_BT is None, "the tokens are of one document"
+        if self.kept is not None:
+            k, v = torch.cat((self.kept[0], k), dim=2), torch.cat((self.kept[1], v), dim=2)
+        self.kept = k, v
+        visible = replace(visible, keys=k.shape[2])
+        if sinks_H is None:
+            return super().forward(q, k, v, self.kernel.prepare(visible))
+        groups = k.shape[1]
+        scores = q.unflatten(1, (groups, -1)) @ k[:, :, None].mT * q.shape[-1] ** -0.5
+        scores = scores.float().masked_fill(~visible.dense()[:, None], -math.inf)
+        sinks = sinks_H.float().view(groups, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        return (weights.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int]) -> Iterator[int]:
+    """The tokens that follow a prompt, without end; choose picks a token from its logits (V,), float32 on the CPU.
+
+    Every rank gets the same logits. The model's attention cores are replaced: one prompt at a time.
+    """
+    for module in [*model.modules()]:
+        if isinstance(getattr(module, "core", None), AttentionCore):
+            module.core = CachedCore()
+    device = next(model.parameters()).device
+    new, done = torch.tensor(prompt), 0
+    while True:
+        for tokens in new.split(_CHUNK_TOKENS):
+            positions = torch.arange(done, done + len(tokens), device=device)
+            logits = model(tokens[None].to(device), positions=positions[None])
+            done += len(tokens)
+        token = choose(logits[0, -1].float().cpu())
+        yield token
+        new = torch.tensor([token])
+
+
+def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """A token drawn by logits (V,) / temperature from the likeliest with total probability top_p (arXiv:1904.09751).
+
+    With temperature 0 always the likeliest token.
+    """
+    if temperature == 0:
+        return int(logits.argmax())
+    probabilities, tokens = (logits.double() / temperature).softmax(dim=0).sort(descending=True, stable=True)
+    before = probabilities.cumsum(dim=0) - probabilities
+    return int(tokens[torch.multinomial(probabilities * (before < top_p), 1, generator=generator)])
+
+
+def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
+    """The text of tokens that follow a prompt, in pieces; a character waits for the last of its bytes."""
+    ids, start, said = [*prompt], 0, len(prompt)
+    for token in tokens:
+        ids.append(token)
+        # Decoded with earlier tokens: some tokenizers leave out the space of a first word.
+        before, text = tokenizer.decode(ids[start:said]), tokenizer.decode(ids[start:])
+        if not text.endswith("\ufffd"):
+            yield text[len(before) :]
+            start, said = said, len(ids)
+    if rest := tokenizer.decode(ids[start:])[len(tokenizer.decode(ids[start:said])) :]:
+        yield rest
+
+
+def continue_text(
+    model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, top_p: float, seed: int
+) -> Iterator[str]:
+    """The text that follows a prompt, in pieces: count tokens, or up to the end-of-text token.
+
+    The text depends on seed and prompt, not on earlier prompts. Raises ConfigError if there is no first token.
+    """
+    ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
+    if not ids:
+        raise ConfigError("an empty prompt, and the tokenizer has no token that begins a text")
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        # A model may have more rows than the tokenizer has tokens.
+        return sample(logits[: tokenizer.vocab_size], temperature, top_p, generator)
+
+    tokens = takewhile(lambda token: token != tokenizer.eos_id, islice(generate(model, ids, choose), count))
+    return decode_stream(tokenizer, ids, tokens)
+
+
+def main(argv: list[str]) -> int:
+    """The command line; returns an exit code. Raises ConfigError."""
+    parser = argparse.ArgumentParser(prog="python -m components.generate", description=__doc__.partition("\n")[0])
+    parser.add_argument("source", type=Path, help="a run's dump_folder, or a Hugging Face folder")
+    parser.add_argument("prompts", nargs="+", metavar="prompt", help="what each text begins with")
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
+    parser.add_argument("--tokens", type=int, default=200, help="maximum after each prompt (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to draw from (1)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for each prompt (0)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32 on CPU, else bfloat16")
+    options = parser.parse_args(argv)
+    if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):
+        parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
+    device = init_distributed(300)
+    source = open_source(options.source, options.step)
+    tokenizer, rows = load_tokenizer(source.tokenizer), source.model.config.vocab_size
+    if tokenizer.rows > rows:
+        raise ConfigError(f"{source.tokenizer}: {tokenizer.rows} tokens, but {source.name} has a table of {rows}")
+    dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    model = build(source, device, getattr(torch, dtype))
+    first = dist.get_rank() == 0
+    if first:
+        print(f"{source.said}, {dtype}", file=sys.stderr)
+    for number, prompt in enumerate(options.prompts):
+        sampling = options.tokens, options.temperature, options.top_p, options.seed
+        pieces = continue_text(model, tokenizer, prompt, *sampling)
+        if first:
+            print("\n\n" * (number > 0) + prompt, end="", flush=True)
+        for piece in pieces:
+            if first:
+                print(piece, end="", flush=True)
+    if first:
+        print()
+    return ExitCode.DONE

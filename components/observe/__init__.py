@@ -1,0 +1,1 @@
+"""Watches over a run: metrics and their page, training dynamics, guards, replicas, stragglers, hangs."""

@@ -1,0 +1,1 @@
+"""The optimizers, their rates and their rounding."""
