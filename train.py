@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +34,21 @@ from components.observe.profiling import profiling
 from components.observe.replicas import Replicas
 from components.observe.stragglers import Stragglers
 from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
-from components.state.adapters import export_run, load_adapters
-from components.state.base import read_base
+from components.state.adapters import export_run, starting_state
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from models import meta_model, sizes
+from models.objective import OBJECTIVES, Objective, take_logged
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
 from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees, sum_over_token_ranks
-from parallelize.pipeline import Pipeline
 from parallelize.precision import set_product_precision
 from parallelize.rules import check_device, check_layout
-from parallelize.sharding import align_gradients, poison_if_not_finite
-
-Batch = dict[str, Tensor]
+from parallelize.runner import Batch, Runner, build_runner
+from parallelize.sharding import align_gradients
 
 
 @dataclass
@@ -61,13 +59,11 @@ class Run:
     device: torch.device
     mesh: Mesh
     stages: list[nn.Module]
-    pipeline: Pipeline | None
-    """Runs the stages, if there are several."""
+    runner: Runner
     dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
     guards: Guards
-    """Decide which updates are made."""
     train_set: PackedSequences
     validation_set: PackedSequences | None
     step: int = 0
@@ -75,10 +71,16 @@ class Run:
     """Sequences consumed: the position in the data order."""
     tokens: int = 0
     """Labels trained on, over all ranks."""
+    logged: dict[str, Tensor] = field(default_factory=dict)
+    """This rank's parts of the numbers that the objective logs, of the last step; all ranks' parts add up."""
 
     @property
     def degrees(self) -> Degrees:
         return self.mesh.degrees
+
+    @property
+    def objective(self) -> Objective:
+        return OBJECTIVES[self.config.training.objective]
 
     @property
     def global_batch_size(self) -> int:
@@ -86,7 +88,7 @@ class Run:
 
     @property
     def accumulation_steps(self) -> int:
-        """Accumulation steps of one optimizer step: each is a forward and backward of local_batch_size sequences."""
+        """Forwards and backwards of local_batch_size sequences in one optimizer step."""
         return self.global_batch_size // (self.config.training.local_batch_size * self.degrees.batch_ranks)
 
     @property
@@ -95,13 +97,9 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """The numbers that a checkpoint keeps beside tensors."""
-        return {
-            "sequences": self.sequences,
-            "tokens": self.tokens,
-            "data_order": data_order(self.train_set.key, self.train_set.content, self.config),
-            "global_batch_size": self.global_batch_size,
-            **self.guards.state(),
-        }
+        order = data_order(self.train_set.key, self.train_set.content, self.config)
+        numbers = {"sequences": self.sequences, "tokens": self.tokens, "global_batch_size": self.global_batch_size}
+        return {**numbers, "data_order": order, **self.guards.state()}
 
 
 def build(config: JobConfig, device: torch.device) -> Run:
@@ -127,27 +125,17 @@ def build(config: JobConfig, device: torch.device) -> Run:
 def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[nn.Module], *datasets: Any) -> Run:
     """The run at step 0 of stages that have memory, with the datasets of build_datasets."""
     whole = meta_model(config.model)
-    pipeline = Pipeline(stages, whole.config, mesh, config, device) if mesh.degrees.pp > 1 else None
+    runner = build_runner(stages, whole.config, mesh, config, device)
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
     optimizer = build_optimizer(stages, config.optimizer, shared_by(config, mesh))
     guards = Guards(config.training, Path(config.job.dump_folder), mesh, device)
-    return Run(config, device, mesh, stages, pipeline, dynamics, flops_per_token, optimizer, guards, *datasets)
+    return Run(config, device, mesh, stages, runner, dynamics, flops_per_token, optimizer, guards, *datasets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
-    """Continue from this run's newest good checkpoint, or start from the one that initial_load_path names.
-
-    That has the base of adapters, which checkpoints do not hold. Raises ConfigError if the base, the data order or the
-    global batch differs from the checkpoint's.
-    """
-    if checkpointer.adapted:
-        read_base(checkpointer, run.mesh["pp"].get_group())
-    state = checkpointer.load() if run.config.checkpoint.enable else None
-    if state is None and not checkpointer.adapted:
-        state = checkpointer.load_initial()
-    elif state is None and (adapters := run.config.model.lora.initial_load_path):
-        load_adapters(run.stages, Path(adapters))
+    """Continue from what starting_state has loaded. Raises ConfigError if the data order or global batch is another."""
+    state = starting_state(checkpointer, run.config, run.mesh)
     if state is None:
         return
     if "train_state" not in checkpointer.excluded:
@@ -168,14 +156,15 @@ def local_order(run: Run, consumed_sequences: int) -> Order:
 
 def local_batches(run: Run) -> Iterator[Batch]:
     """A batch for each accumulation step from run.sequences on, without end."""
-    training, dropout = run.config.training, run.config.model.lora.dropout > 0
-    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader, dropout)
+    training, columns = run.config.training, run.objective.columns
+    if run.config.model.lora.dropout:
+        columns = (*columns, "dropout_keys")
+    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader, columns)
 
 
-def valid_tokens(run: Run) -> int:
-    """Labels that count in the global batch: every rank counts them from the data order, without a collective."""
-    positions = np.arange(run.sequences, run.sequences + run.global_batch_size)
-    return run.train_set.count_valid(run.train_set.at(positions, run.config.debug.seed))
+def divisor(run: Run) -> int:
+    """What the loss of the next global batch is divided by: its labels, as a rule."""
+    return max(1, local_order(run, run.sequences).count(run.objective.divisor))
 
 
 def own_part(run: Run, batch: Batch) -> Batch:
@@ -184,8 +173,8 @@ def own_part(run: Run, batch: Batch) -> Batch:
     return shard_sequence(on_device, run.mesh, run.config.parallelism)
 
 
-def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, Tensor]:
-    """One optimizer step on a global batch with `valid` labels; the host does not wait for the device.
+def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor, Tensor]:
+    """One optimizer step on a global batch, whose loss is divided by `divisor`; the host does not wait for the device.
 
     Returns this rank's part of the loss (ranks' parts add up to the loss) and the gradient norm of all ranks.
     """
@@ -197,14 +186,8 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     for number in range(run.accumulation_steps):
         last = number == run.accumulation_steps - 1
         set_gradient_sync(run.stages, last, config.parallelism.fsdp_reduce_gradients)
-        batch = own_part(run, next(batches))
-        # The summed loss is divided before backward, by all ranks' labels: gradients are then only added up.
-        if run.pipeline:
-            loss += run.pipeline.forward_backward(batch, valid, last)
-        else:
-            part = run.stages[0](**batch) / valid
-            poison_if_not_finite(part).backward()
-            loss += part.detach()
+        loss += run.runner.forward_backward(own_part(run, next(batches)), divisor, last)
+    run.logged = take_logged(run.stages, run.objective.logged, run.device, divisor)
     align_gradients(run.parameters)
     run.dynamics.before_update()
     own_norms: list[Tensor] = []
@@ -213,17 +196,14 @@ def train_step(run: Run, batches: Iterator[Batch], valid: int) -> tuple[Tensor, 
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, accepted)
     run.dynamics.after_update(balance(run.stages, run.mesh, config.experts.bias_update_speed, accepted))
+    run.tokens += local_order(run, run.sequences).count("labels")
     run.sequences += run.global_batch_size
-    run.tokens += valid
     return loss, norm
 
 
 @torch.no_grad()
 def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
-    """Mean loss of a label over the validation data, and the number of labels; the same on every rank.
-
-    Cut short, and of no meaning, if all ranks agree to stop meanwhile.
-    """
+    """Mean loss of a label over the validation data, and their number, on every rank; not if all agree to stop."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -231,9 +211,8 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
         count = min(count, validation.steps * run.global_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
     batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
-    summed_loss = run.pipeline.summed_loss if run.pipeline else lambda batch: run.stages[0](**batch)
     for batch in stop.until_agreed(batches) if stop else batches:
-        total += summed_loss(own_part(run, batch))
+        total += run.runner.summed_loss(own_part(run, batch))
     reshard(run.stages)
     labels = run.validation_set.count_valid(np.arange(count))
     return sum_over_token_ranks(total, run.mesh).item() / labels, labels
@@ -241,33 +220,50 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
     """Write the step's numbers, for which the host waits."""
-    config = run.config
-    metrics.log(
-        run.step,
-        run.tokens,
-        loss=sum_over_token_ranks(loss, run.mesh).item(),
-        grad_norm=norm.item(),
-        lr=learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps),
-        **run.guards.counts(),
-    )
+    config, parts = run.config, {"loss": loss, **run.logged}
+    lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
+    sums = {name: sum_over_token_ranks(part, run.mesh).item() for name, part in parts.items()}
+    metrics.log(run.step, run.tokens, **sums, grad_norm=norm.item(), lr=lr, **run.guards.counts())
+
+
+def validate_if_due(run: Run, metrics: Metrics, stop: StopSignal) -> int:
+    """Validate at steps of validation.freq and at the last one; returns the code of a signal that came meanwhile."""
+    config = run.config.validation
+    if not config.enable or (run.step % config.freq and run.step != run.config.training.steps):
+        return ExitCode.DONE
+    validated = validate(run, stop)
+    if not stop.code:
+        metrics.log_validation(run.step, *validated)
+    metrics.restart_clock(run.step, run.tokens)
+    return stop.code
+
+
+def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas, stops: bool) -> None:
+    """Save at steps of checkpoint.interval, at the last one, and before a stop; never a step that a guard doubts."""
+    config, last = run.config.checkpoint, run.step == run.config.training.steps
+    due = run.step % config.interval == 0 or (run.step == 1 and config.enable_first_step_checkpoint)
+    saving = config.enable and not config.load_only and (due or last or stops)
+    run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
+    replicas.check(run.step, saving)
+    if saving:
+        checkpointer.save(run.step, run.state(), last and config.last_save_model_only, not run.guards.skipping)
+        metrics.restart_clock(run.step, run.tokens)
+    checkpointer.poll()
 
 
 def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSignal) -> int:
     """Train to the last step, or until a signal asks to stop; returns the exit code."""
-    config, stragglers = run.config, Stragglers(run.mesh)
-    training, checkpoint, validation = config.training, config.checkpoint, config.validation
-    first, code = run.step + 1, int(ExitCode.DONE)
+    config, steps, first, code = run.config, run.config.training.steps, run.step + 1, int(ExitCode.DONE)
+    stragglers = Stragglers(run.mesh)
     replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
-    saves = checkpoint.enable and not checkpoint.load_only
     batches = local_batches(run)
     # All ranks collect garbage at the same steps: each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
-        while run.step < training.steps and code == ExitCode.DONE:
-            logged = (run.step + 1) % config.metrics.log_freq == 0 or run.step + 1 in (first, training.steps)
+        while run.step < steps and code == ExitCode.DONE:
+            logged = (run.step + 1) % config.metrics.log_freq == 0 or run.step + 1 in (first, steps)
             with stragglers.watched(logged) as own_time:
-                loss, norm = train_step(run, batches, valid_tokens(run))
-            last = run.step == training.steps
+                loss, norm = train_step(run, batches, divisor(run))
             code = stop.agreed()
             if run.step == first:
                 set_timeout(config.comm.train_timeout_seconds, run.mesh)
@@ -276,35 +272,16 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
             if logged:
                 log(run, metrics, loss, norm)
                 stragglers.compare(own_time)
-            if validation.enable and (run.step % validation.freq == 0 or last) and not code:
-                validated = validate(run, stop)
-                code = stop.code
-                if not code:
-                    metrics.log_validation(run.step, *validated)
-                metrics.restart_clock(run.step, run.tokens)
-            due = run.step % checkpoint.interval == 0 or (run.step == 1 and checkpoint.enable_first_step_checkpoint)
-            saving = saves and bool(due or last or code)
-            run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
-            replicas.check(run.step, saving)
-            if saving:
-                model_only = last and checkpoint.last_save_model_only
-                checkpointer.save(run.step, run.state(), model_only, prune=not run.guards.skipping)
-                metrics.restart_clock(run.step, run.tokens)
-            checkpointer.poll()
+            code = code or validate_if_due(run, metrics, stop)
+            save_if_due(run, metrics, checkpointer, replicas, stops=code != ExitCode.DONE)
             at_step_end(run.step)
-            if run.step % training.gc_freq == 0:
+            if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
     checkpointer.wait()
     if code:
-        print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saves else 'not saved'}")
+        saved = config.checkpoint.enable and not config.checkpoint.load_only
+        print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saved else 'not saved'}")
     return code
-
-
-def export_weights(run: Run, checkpointer: Checkpointer) -> None:
-    """Write the last checkpoint's weights for Hugging Face too; of adapters, for PEFT."""
-    config = run.config
-    saved, target = checkpointer.folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
-    export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
 
 
 def main(argv: list[str]) -> int:
@@ -321,13 +298,13 @@ def main(argv: list[str]) -> int:
     resume(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
-    batches = run.pipeline.passes if run.pipeline else run.accumulation_steps
-    print_on_rank_0(introduce(config, run.degrees, run.stages, batches))
+    print_on_rank_0(introduce(config, run.degrees, run.stages, run.runner.passes * run.accumulation_steps))
     try:
         with stop.saving(), HangWatch(run.mesh):
             code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
-            export_weights(run, checkpointer)
+            saved, target = folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
+            export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
         return code
     except SystemExit:  # on every rank at the same step
         checkpointer.wait()

@@ -4,13 +4,18 @@ Shapes are named by letters: B batch, S sequence, D model width, H heads, G key/
 F feed-forward width, V vocabulary.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
 from models.config import TransformerConfig
-from models.loss import CrossEntropy, cross_entropy, linear_cross_entropy
+from models.loss import Softmax, chunk_loss, linear_loss, softmax
+from models.objective import OBJECTIVES
 from models.rotary import apply_rotary
 
 
@@ -80,11 +85,25 @@ class Head(nn.Linear):
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
-        self.cross_entropy: CrossEntropy = cross_entropy
-        """The loss of a chunk of logits; tensor parallel replaces it."""
+        self.objective = OBJECTIVES["next_token"]
+        self.softmax: Softmax = softmax
+        """The softmax of a chunk of logits; tensor parallel replaces it."""
+        self.chunk_loss: Callable[..., Any] = chunk_loss
+        """Compile replaces it."""
+        self.logged: Tensor | None = None
+        """Sums of what the objective logs, over tokens since they were last taken."""
 
-    def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the float32 sum of cross-entropies over labels that are not -100."""
-        if labels_BS is None:
-            return super().forward(x_BSD)
-        return linear_cross_entropy(x_BSD, self.weight, labels_BS, self.cross_entropy)
+    def forward(  # type: ignore[override]
+        self, x_BSD: Tensor, labels_BS: Tensor | None = None, **columns: Tensor
+    ) -> Tensor:
+        """Logits (B, S, V), or the float32 sum of losses over labels that are not -100."""
+        return super().forward(x_BSD) if labels_BS is None else self.loss(x_BSD, self.weight, labels_BS, columns)
+
+    def loss(self, x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, columns: dict[str, Tensor]) -> Tensor:
+        """The summed loss with these weights, of which a rank may have some rows alone."""
+        of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=self.objective.terms)
+        total, *logged = linear_loss(x_BSD, weight_VD, labels_BS, of_chunk, columns)
+        if logged and torch.is_grad_enabled():  # validation is not logged
+            sums = torch.stack(logged)
+            self.logged = sums if self.logged is None else self.logged + sums
+        return total

@@ -1,4 +1,4 @@
-"""Cross-entropy of the head's logits, by chunks of tokens, so that logits are never held whole.
+"""The loss of the head's logits, by chunks of tokens, so that logits are never held whole.
 
 Logits are the largest activation of a model with a large vocabulary. Here forward makes one chunk of logits at a time,
 computes the chunk's loss and the gradients of hidden states and weights, and frees the chunk. Backward only scales the
@@ -6,13 +6,33 @@ gradients (arXiv:2410.10989, section 3.2).
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-CrossEntropy = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logits (T, V), labels (T,), -100 for none) -> the sum of losses, and its gradient (T, V), both float32."""
+from models.objective import Terms
+
+
+class Probabilities(NamedTuple):
+    """The softmax of a chunk of logits, of this rank's columns of the vocabulary; float32."""
+
+    values: Tensor
+    """(T, V), or (T, V / tp) with a split vocabulary. The loss overwrites it with the gradient."""
+    log_total: Tensor
+    """(T, 1): log of the sum of exponentials over the whole vocabulary."""
+    label_logit: Tensor
+    """(T, 1)"""
+    column: Tensor
+    """(T, 1): the label's column among this rank's; 0 where another rank has it."""
+    is_here: Tensor
+    """(T, 1): whether this rank has the label's column."""
+
+
+Softmax = Callable[[Tensor, Tensor], Probabilities]
+"""(logits (T, V), labels (T,), -100 for none)"""
+ChunkLoss = Callable[..., tuple[list[Tensor], Tensor]]
+"""(logits (T, V), labels (T,), **columns (T,)) -> [summed loss, *logged sums], and the loss's gradient (T, V)."""
 
 CHUNK = {"cpu": (256, 2**23), "cuda": (2048, 2**29)}
 """By device: the least tokens of a chunk, and the bytes of its logits in float32 where the vocabulary is small. About a
@@ -25,38 +45,64 @@ def chunk_tokens(device_type: str, vocabulary: int) -> int:
     return max(least, size // (4 * vocabulary))
 
 
-def linear_cross_entropy(hidden_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, loss: CrossEntropy) -> Tensor:
-    """The float32 sum of losses of hidden states times weights, over labels that are not -100."""
-    return _LinearCrossEntropy.apply(
-        hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), loss, torch.is_grad_enabled()
+def linear_loss(
+    hidden_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    chunk_loss: ChunkLoss,
+    columns: dict[str, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
+    """The float32 sum of losses of hidden states times weights, over labels that are not -100; then the logged sums."""
+    flat = {name: column.flatten() for name, column in (columns or {}).items()}
+    return _LinearLoss.apply(
+        hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), chunk_loss, flat, torch.is_grad_enabled()
     )
 
 
-def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """A CrossEntropy on one device."""
-    valid, index = (labels != -100)[:, None], labels[:, None].clamp(min=0)
+def softmax(logits: Tensor, labels: Tensor) -> Probabilities:
+    """The Softmax of one device."""
     probabilities = logits.softmax(dim=1, dtype=torch.float32)
     # The largest probability is never too small for its logarithm.
     log_total = logits.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
-    loss = ((log_total - logits.gather(1, index)) * valid).sum()
-    return loss, probabilities.mul_(valid).scatter_add_(1, index, -valid.float())
+    column = labels[:, None].clamp(min=0)
+    return Probabilities(
+        probabilities, log_total, logits.gather(1, column), column, torch.ones_like(column, dtype=torch.bool)
+    )
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def chunk_loss(
+    logits: Tensor, labels: Tensor, softmax: Softmax, terms: Callable[..., Terms], **columns: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    """A ChunkLoss, given how the softmax is computed and the terms of an objective."""
+    valid, found = (labels != -100)[:, None], softmax(logits, labels)
+    of_tokens = terms(found.log_total, found.label_logit, **{name: column[:, None] for name, column in columns.items()})
+    sums = [(each * valid).sum() for each in (of_tokens.loss, *of_tokens.logged)]
+    gradient = found.values.mul_(of_tokens.by_log_total * valid)
+    return sums, gradient.scatter_add_(1, found.column, of_tokens.by_label_logit * (valid & found.is_here).float())
+
+
+class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, loss: CrossEntropy, with_gradient: bool
-    ) -> Tensor:
-        total = torch.zeros((), device=hidden.device)
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        chunk_loss: ChunkLoss,
+        columns: dict[str, Tensor],
+        with_gradient: bool,
+    ) -> tuple[Tensor, ...]:
+        totals: list[Tensor] = []
         # Sums over chunks are kept in float32.
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
         of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         chunk = chunk_tokens(hidden.device.type, len(weight))
-        for start in range(0, hidden.shape[0], chunk):
+        for start in range(0, max(1, len(hidden)), chunk):
             rows = slice(start, start + chunk)
-            loss_of_chunk, gradient = loss(hidden[rows] @ weight.T, labels[rows])
-            total += loss_of_chunk
+            parts = {name: column[rows] for name, column in columns.items()}
+            sums, gradient = chunk_loss(hidden[rows] @ weight.T, labels[rows], **parts)
+            totals = [total + part for total, part in zip(totals, sums)] if totals else sums
             if not any(wanted):
                 continue
             gradient = gradient.to(hidden.dtype)
@@ -72,14 +118,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 of_weight += gradient.T @ hidden[rows]
         ctx.save_for_backward(of_hidden, of_weight)
         ctx.weight_dtype = weight.dtype
-        return total
+        ctx.mark_non_differentiable(*totals[1:])
+        return tuple(totals)
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, scale: Tensor, *of_logged: Tensor) -> tuple[Tensor | None, ...]:
         of_hidden, of_weight = ctx.saved_tensors
         # The scale is float32 and has no dimensions: it is not rounded, and the product keeps its type.
         return (
             None if of_hidden is None else of_hidden * scale,
             None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
-            *(None, None, None),
+            *(None, None, None, None),
         )

@@ -91,6 +91,7 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         dropout_keys: Tensor | None = None,
+        **columns: Tensor,
     ) -> Tensor:
         """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
 
@@ -110,7 +111,7 @@ class Transformer(nn.Module):
             x_BSD = block(x_BSD, *given[windowed[number]])
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
-        return x_BSD if self.output is None else self.output(x_BSD, labels)
+        return x_BSD if self.output is None else self.output(x_BSD, labels, **columns)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (B, S) -> (B, S, D)."""

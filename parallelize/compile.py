@@ -59,4 +59,4 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
                 layer.mixture.shared.compile(fullgraph=True, **how)
     head = dict(model.named_children()).get("output")
     if "loss" in config.components and head is not None:
-        head.cross_entropy = torch.compile(head.cross_entropy, **how)  # type: ignore[assignment, arg-type]
+        head.chunk_loss = torch.compile(head.chunk_loss, **how)  # type: ignore[assignment, arg-type]

@@ -9,7 +9,6 @@ Three methods. Each replaces the model's attention cores and its visibility (mod
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -17,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible
 from models.steps import AttentionInSteps
-from parallelize.mesh import Mesh, padded_length
+from parallelize.mesh import Mesh
+from parallelize.padding import pad, padded_length
 from parallelize.pieces import pieces_of, rank_order, sequence_order
 from parallelize.ring import Exchange, steps_of
 
@@ -40,14 +40,8 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
 
 
 def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
-    """This rank's part of every sequence of a batch {name: (B, S)}; labels and positions stay with their tokens.
-
-    A sequence that ranks cannot share evenly is padded at its end, where no token of its own looks, without labels.
-    """
-    cp = mesh["cp"]
-    length = batch["tokens"].shape[1]
-    if padding := padded_length(length, mesh.degrees, parallelism) - length:
-        batch = {name: _padded(tensor, padding, name) for name, tensor in batch.items()}
+    """This rank's part of every sequence of a batch {name: (B, S)}, padded; columns stay with their tokens."""
+    batch, cp = pad(batch, mesh.degrees, parallelism), mesh["cp"]
     if cp.size() == 1:
         return batch
     ranks, rank, balanced = cp.size(), cp.get_local_rank(), parallelism.context_parallel_load_balancer == "headtail"
@@ -55,13 +49,6 @@ def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelis
         name: rank_order(tensor, 1, ranks, balanced).chunk(ranks, 1)[rank].contiguous()
         for name, tensor in batch.items()
     }
-
-
-def _padded(tensor: Tensor, count: int, name: str) -> Tensor:
-    """(B, S + count). Labels do not count, positions mark the padding, which is a document of its own."""
-    if name == "document_ids":
-        return torch.cat([tensor, (tensor[:, -1:] + 1).expand(-1, count)], 1)
-    return F.pad(tensor, (0, count), value={"labels": -100, "positions": -1}.get(name, 0))
 
 
 class _Core(AttentionCore):

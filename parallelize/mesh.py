@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from components.config import ConfigError, JobConfig, Parallelism, mistake
+from components.config import ConfigError, JobConfig, mistake
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -98,17 +98,6 @@ def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch_ranks
-
-
-def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> int:
-    """Tokens of a sequence of this length with its padding: the next length that all ranks share evenly."""
-    unit = degrees.cp
-    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
-        unit *= 2
-    if parallelism.sequence_parallel:
-        unit = math.lcm(unit, degrees.cp * degrees.tp)
-    unit *= parallelism.pipeline_parallel_sequence_splits
-    return -(-length // unit) * unit
 
 
 _ON_DEMAND = (("pp", "dp_replicate", "efsdp", "ep"), ("pp", "holders"))

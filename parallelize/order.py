@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config import JobConfig
+from models.objective import choose_objective
 from parallelize.activation import apply_activation_checkpoint
 from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
@@ -41,6 +42,7 @@ def parallelize(
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
     of_experts = expert_shards(mesh, shards) if has_experts(model) else None
     sequences = global_batch_size(config, mesh.degrees)
+    choose_objective(model, config.training.objective)
     stages = split_stages(model, mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)

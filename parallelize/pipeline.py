@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from components.config import JobConfig, Parallelism
 from models.config import TransformerConfig
-from parallelize.mesh import Degrees, Mesh, padded_length
+from parallelize.mesh import Degrees, Mesh
+from parallelize.padding import padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of
 from parallelize.sharding import local_part, poison_if_not_finite
@@ -71,6 +72,14 @@ def _by_table(orders: Order, stages: list[Stage], options: dict[str, Any]) -> An
     return schedule
 
 
+def share_of_loss(loss: Tensor, divisor: int) -> Tensor:
+    """A batch's summed loss over the divisor of the global batch, so that gradients of all batches only add up.
+
+    A loss that is not finite makes every gradient NaN, on whichever rank knows the loss.
+    """
+    return poison_if_not_finite(loss / divisor)
+
+
 class Pipeline:
     """Runs micro-batches through the stages of all ranks; every rank makes the same calls."""
 
@@ -95,7 +104,7 @@ class Pipeline:
         self.passes = self.micro_batches * self._splits
         """Forward passes of a stage in one call of forward_backward: what a schedule calls its micro-batches."""
         tokens, hidden, loss = _passed_on(sizes.dim, config, mesh.degrees)
-        self._valid = 1
+        self._divisor = 1
         stage_class = Stage if self._splits == 1 else PartStage
         # Without input_args and output_args, stages run a forward for shape inference in the first step.
         parts = [
@@ -113,7 +122,7 @@ class Pipeline:
         options: dict[str, Any] = {
             "n_microbatches": self.passes,
             # The last stage gives the summed loss.
-            "loss_fn": lambda loss, _: poison_if_not_finite(loss / self._valid),
+            "loss_fn": lambda loss, _: share_of_loss(loss, self._divisor),
             "scale_grads": False,  # torch would divide by the number of micro-batches
         }
         # One schedule object for the life of these stages: with a second one DualPipeV's gradients are wrong.
@@ -131,12 +140,12 @@ class Pipeline:
                 (self._tables[number],) = module.get_submodule("tok_embeddings").parameters()
                 self._tables[number].copied_from_another_stage = module.copies_embedding
 
-    def forward_backward(self, batch: dict[str, Tensor], valid: int, last: bool) -> Tensor:
-        """Add the gradients of the batch's summed loss / valid; returns that loss on the last stage's rank, else 0.
+    def forward_backward(self, batch: dict[str, Tensor], divisor: int, last: bool) -> Tensor:
+        """Add the gradients of summed loss / divisor; returns the quotient on the last stage's rank, else 0.
 
-        last: of the batches of an optimizer step.
+        last: whether it is the last batch of an optimizer step.
         """
-        self._valid = valid
+        self._divisor = divisor
         losses: list[Tensor] = []
         if self._splits > 1:
             batch = {name: cut_into_parts(tensor, self.micro_batches, self._splits) for name, tensor in batch.items()}

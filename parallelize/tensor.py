@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, pa
 
 from models.layers import Head
 from models.lora import AdaptedLinear, FrozenLinear
-from models.loss import cross_entropy, linear_cross_entropy
+from models.loss import Probabilities, softmax
 from models.moe import Experts, Router
 from models.nf4 import linear
 from models.parameters import covers, is_adapter, set_trained
@@ -252,17 +252,17 @@ class VocabularyParallelHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         _split_rows(module, device_mesh)
         assert isinstance(module, Head)
-        loss = vocabulary_parallel_cross_entropy if self.loss_parallel else gathered_cross_entropy
+        softmax = vocabulary_parallel_softmax if self.loss_parallel else gathered_softmax
         vocabulary = module.weight.shape[0]
-        module.cross_entropy = functools.partial(loss, mesh=device_mesh, vocabulary=vocabulary)
+        module.softmax = functools.partial(softmax, mesh=device_mesh, vocabulary=vocabulary)
 
-        def forward(x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
+        def forward(x_BSD: Tensor, labels_BS: Tensor | None = None, **columns: Tensor) -> Tensor:
             if not isinstance(x_BSD, DTensor):
                 x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.input_layout], run_check=False)
             # Its gradient is a partial sum on each rank: over that rank's rows of the vocabulary.
             whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             if labels_BS is not None:
-                return linear_cross_entropy(whole, _rows(module, device_mesh), labels_BS, module.cross_entropy)
+                return module.loss(whole, _rows(module, device_mesh), labels_BS, columns)
             return _gathered(F.linear(whole, _rows(module, device_mesh)), device_mesh)[..., :vocabulary]
 
         module.forward = forward  # type: ignore[method-assign]
@@ -284,10 +284,8 @@ def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def vocabulary_parallel_cross_entropy(
-    logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int
-) -> tuple[Tensor, Tensor]:
-    """A CrossEntropy of logits (T, V / tp rounded up) split by vocabulary V, where every rank has all labels.
+def vocabulary_parallel_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> Probabilities:
+    """A Softmax of logits (T, V / tp rounded up) split by vocabulary V, where every rank has all labels.
 
     Ranks only exchange a maximum and two sums for each of T tokens (arXiv:1909.08053, section 3).
     """
@@ -298,26 +296,31 @@ def vocabulary_parallel_cross_entropy(
         logits = logits.masked_fill(torch.arange(columns, device=logits.device) >= real, -math.inf)
     maximum = logits.amax(dim=1)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
-    local = labels - mesh.get_local_rank() * columns
-    mine = (local >= 0) & (local < columns)
-    index = local.where(mine, 0)[:, None]
-    target = logits.gather(1, index)[:, 0].where(mine, 0)  # a rank may have padding alone
+    column, is_here = _own_columns(labels, mesh, columns)
+    label_logit = logits.gather(1, column).where(is_here, 0)  # a rank may have padding alone
     exponentials = (logits - maximum[:, None]).exp_()
-    total = exponentials.sum(dim=1)
-    sums = torch.stack((total, target))
+    sums = torch.stack((exponentials.sum(dim=1), label_logit[:, 0]))
     dist.all_reduce(sums, group=group)
-    total, target = sums
-    valid = labels != -100
-    loss = ((total.log() + maximum - target) * valid).sum()
-    gradient = exponentials.div_(total[:, None]).scatter_add_(1, index, -mine[:, None].float())
-    return loss, gradient.mul_(valid[:, None])
+    total, label_logit = sums[..., None]
+    log_total = total.log() + maximum[:, None]
+    return Probabilities(exponentials.div_(total), log_total, label_logit, column, is_here)
 
 
-def gathered_cross_entropy(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """The same, but every rank gathers the logits and computes the same loss."""
-    loss, gradient = cross_entropy(_gathered(logits, mesh)[:, :vocabulary], labels)
-    gradient = F.pad(gradient, (0, mesh.size() * logits.shape[1] - vocabulary))
-    return loss, gradient.chunk(mesh.size(), dim=1)[mesh.get_local_rank()]
+def gathered_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> Probabilities:
+    """The same, but every rank gathers the logits and computes the whole softmax."""
+    found, columns = softmax(_gathered(logits, mesh)[:, :vocabulary], labels), logits.shape[1]
+    padded = F.pad(found.values, (0, mesh.size() * columns - vocabulary))
+    column, is_here = _own_columns(labels, mesh, columns)
+    return found._replace(
+        values=padded.chunk(mesh.size(), dim=1)[mesh.get_local_rank()], column=column, is_here=is_here
+    )
+
+
+def _own_columns(labels: Tensor, mesh: DeviceMesh, columns: int) -> tuple[Tensor, Tensor]:
+    """(T, 1) twice: each label's column on this rank, and whether this rank has it."""
+    local = (labels - mesh.get_local_rank() * columns)[:, None]
+    is_here = (local >= 0) & (local < columns)
+    return local.where(is_here, 0), is_here
 
 
 def _gathered(logits: Tensor, mesh: DeviceMesh) -> Tensor:

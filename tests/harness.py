@@ -176,7 +176,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     for _ in range(case.steps):
         kept = case.valid_labels or (config.training.seq_len,)
         valid = sum(kept[slot % len(kept)] for slot in range(run.global_batch_size))
-        loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.valid_tokens(run))
+        loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.divisor(run))
         losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
         norms.append(norm.item())
     validation_loss = train.validate(run)[0] if run.validation_set else 0.0

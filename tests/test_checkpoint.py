@@ -274,7 +274,7 @@ def _start(folder: Path, initial: Path) -> None:
 class _FakeRun:
     def __init__(self, config: Checkpoint) -> None:
         self.config = self
-        self.checkpoint = config
+        self.checkpoint, self.mesh = config, None
 
 
 def test_with_only_torn_checkpoints_the_initial_weights_are_taken(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def _start(folder: Path, until: int, prune: bool, config: dict[str, Any]) -> tup
     saver = checkpointer(folder, 99, interval=4, **config)
     table = SimpleNamespace(checkpoint=saver.config, training=SimpleNamespace(global_batch_size=7))
     guards = Guards(Training(), folder, None, torch.device("cpu"))  # type: ignore[arg-type]
-    job: Any = _Run(config=table, step=0, sequences=0, tokens=0, guards=guards)
+    job: Any = _Run(config=table, step=0, sequences=0, tokens=0, guards=guards, mesh=None)
     train.resume(job, saver)
     began = job.step, job.sequences
     while job.step < until:

@@ -12,7 +12,7 @@ from tests.test_parallelize_data import GLOBAL_BATCH, LAYOUTS, local_batch
 
 def count_traffic(run: train.Run) -> dict[tuple[str, str], int]:
     """Bytes of each kind of collective in each dimension of the mesh."""
-    batches, valid = train.local_batches(run), train.valid_tokens(run)
+    batches, valid = train.local_batches(run), train.divisor(run)
     with Meter(run.mesh) as meter:
         train.train_step(run, batches, valid)
     return {key: size for key, (_, size) in meter.sent.items()}

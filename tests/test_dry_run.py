@@ -74,7 +74,7 @@ Counted = tuple[int, dict[tuple[str, str], list[int]]]
 
 def count_real(run: train.Run) -> Counted:
     """A step after the first, in which moments are allocated and stages ask each other for shapes; a GPU's chunks."""
-    batches, valid = train.local_batches(run), train.valid_tokens(run)
+    batches, valid = train.local_batches(run), train.divisor(run)
     moments = [value for state in run.optimizer.state.values() for value in state.values()]
     with patch.dict(CHUNK, cpu=CHUNK["cuda"]), Meter(run.mesh, run.parameters) as meter:
         run.optimizer.register_step_pre_hook(meter.note_update)

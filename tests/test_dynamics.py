@@ -166,7 +166,7 @@ def count(run: train.Run) -> tuple[dict[tuple[str, str], list[int]], int, list[s
     batches = train.local_batches(run)
     batches = itertools.chain([next(batches)], batches)
     with Meter(run.mesh, run.parameters) as meter:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     return meter.sent, meter.peak, count_waits(run)
 
 
@@ -186,7 +186,7 @@ def test_a_step_that_is_not_sampled_sends_holds_and_waits_as_without() -> None:
 
 
 def not_a_number() -> None:
-    rewrite("train", "train_step", "/ valid", "* float('nan')")
+    rewrite("train", "train_step", "divisor, last)", "divisor * float('nan'), last)")
 
 
 def test_a_step_that_is_not_finite_has_no_update() -> None:

@@ -18,6 +18,7 @@ def copy(tmp_path: Path) -> Path:
     """A copy of what run_train.sh needs, with a launcher that only tells how it was called."""
     repository = tmp_path / "my repository"
     (repository / "components/launch").mkdir(parents=True)
+    (repository / "components/commands").mkdir()
     (repository / "tests").mkdir()
     for name in ("run_train.sh", "pyproject.toml", "components/launch/environment.py"):
         shutil.copy(ROOT / name, repository / name)

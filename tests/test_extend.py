@@ -90,6 +90,7 @@ def test_every_kind_of_thing_has_a_section() -> None:
     assert [section.title for section in SECTIONS] == [
         "An optimizer",
         "A rate schedule",
+        "An objective",
         "A pipeline schedule",
         "A dataset format",
         "A metric",

@@ -75,8 +75,8 @@ FAULTS = {
         "copy from cuda:0 to cpu, in _return",
     ),
     "a number read on the host": (
-        Case(ONE, 1, ("train", "train_step", "part.detach()", "part.item()")),
-        "DataDependentOutputException: aten._local_scalar_dense.default, in train_step",
+        Case(ONE, 1, ("parallelize.runner", "Whole.forward_backward", "loss.detach()", "loss.item()")),
+        "DataDependentOutputException: aten._local_scalar_dense.default, in forward_backward",
     ),
     "a tensor on the host": (
         Case(ONE, 1, ("models.rotary", "rotary_frequencies", "32, device=device) /", '32, device="cpu") /')),

@@ -56,7 +56,7 @@ def diverge(dump: Path, *more: tuple[str, str, str, str], layout: str = "ddp 2",
         *LAYOUTS[layout],
         ranks=2,
         steps=0,
-        mutate=functools.partial(plant, ("train", "train_step", "/ valid", f"/ valid * {poison}"), *more),
+        mutate=functools.partial(plant, ("train", "train_step", "divisor, last)", f"divisor * {poison}, last)"), *more),
         at_end=train_to_the_end,
     )
 
@@ -105,7 +105,7 @@ def hashes(tokens: torch.Tensor, labels: torch.Tensor) -> list[str]:
 
 def test_the_host_reads_a_judgement_one_step_late_and_nothing_is_updated_until_then(tmp_path: Path) -> None:
     """Only steps 5 to 8 are not finite. Without a save at 8 the run ends at 9, whose update is not made any more."""
-    late = ("train", "train", "run.step % checkpoint.interval == 0", "run.step in (2, 4)")
+    late = ("train", "save_if_due", "run.step % config.interval == 0", "run.step in (2, 4)")
     observed = diverge(tmp_path, late, last=8)
     ended, left = observed.extra
     assert ended == (ExitCode.NONFINITE, 9, [4], 5)
@@ -117,9 +117,7 @@ def test_the_host_reads_a_judgement_one_step_late_and_nothing_is_updated_until_t
 @pytest.mark.parametrize("layout", ["ddp 2", "pp 2"])
 def test_a_loss_that_is_not_finite_skips_the_step_although_its_gradient_is(layout: str) -> None:
     added = '(float("inf") if dist.get_rank() == 1 else 0)'
-    fault = ("train", "train_step", "/ valid", f"/ valid + {added}")
-    if layout == "pp 2":
-        fault = ("parallelize.pipeline", "Pipeline.__init__", "loss / self._valid", f"loss / self._valid + {added}")
+    fault = ("parallelize.pipeline", "share_of_loss", "loss / divisor", f"loss / divisor + {added}")
     observed = observe(*LAYOUTS[layout], ranks=2, steps=2, mutate=functools.partial(plant, fault), at_end=count)
     assert observed.extra == {"skipped_steps": 2}
     assert all(torch.equal(observed.weights[name], weight) for name, weight in observed.first_weights.items())
@@ -130,7 +128,7 @@ def count(run: train.Run) -> dict[str, float]:
 
 
 SPIKES = ("--training.skip_spikes_sigma", "6", "--training.skip_spikes_window", "8")
-SPIKE = ("train", "train_step", "run.step += 1", "run.step += 1; valid = valid // (30 if run.step == 7 else 1)")
+SPIKE = ("train", "train_step", "run.step += 1", "run.step += 1; divisor = divisor // (30 if run.step == 7 else 1)")
 
 
 def state(run: train.Run) -> dict[str, Any]:
@@ -173,7 +171,9 @@ def test_a_resumed_run_knows_the_steps_before(tmp_path: Path) -> None:
 def test_a_run_that_has_accepted_no_step_yet_can_be_resumed(optimizer: str, tmp_path: Path) -> None:
     """There are no moments yet: these kernels cannot leave a step out, so the host does."""
     given = ("--optimizer.name", optimizer, "--optimizer.implementation", "for-loop", "--checkpoint.enable", "true")
-    skips = functools.partial(rewrite, "train", "train_step", "/ valid", "/ valid * (np.nan if run.step < 3 else 1)")
+    skips = functools.partial(
+        rewrite, "train", "train_step", "divisor, last)", "divisor * (np.nan if run.step < 3 else 1), last)"
+    )
     parts = [observe(*given, steps=2, mutate=skips, at_end=state, folder=str(tmp_path)) for _ in range(2)]
     assert [part.extra["skipped_steps"] for part in parts] == [2, 2]
     whole = observe(*given, steps=4, mutate=skips)

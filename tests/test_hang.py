@@ -37,7 +37,7 @@ def hang(folder: Path, run: train.Run) -> None:
             if rank == 1 and step == 1:
                 (folder / "stopped").touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
-            train.train_step(run, batches, train.valid_tokens(run))
+            train.train_step(run, batches, train.divisor(run))
 
 
 def kill_later(folder: Path, ranks: int) -> None:
@@ -101,7 +101,7 @@ def slow_stage(run: train.Run) -> int:
     vars(stage)["forward"] = slowly
     began = time.monotonic()
     with HangWatch(run.mesh):
-        train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+        train.train_step(run, train.local_batches(run), train.divisor(run))
     return round(time.monotonic() - began)
 
 

@@ -19,7 +19,7 @@ def count_peak(run: train.Run) -> int:
     """Bytes at the highest point of a step, after the first step has made the optimizer's state."""
     batches, moments = train.local_batches(run), [list(state.values()) for state in run.optimizer.state.values()]
     with Meter(None, [run.parameters, moments]) as memory:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     return memory.peak
 
 

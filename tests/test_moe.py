@@ -230,7 +230,7 @@ def moved_by_a_step(run: train.Run, finite: bool = True) -> list[bool]:
     before = [router.bias.clone() for router in routers]
     if not finite:
         run.stages[0].get_parameter("norm.weight").data[0] = torch.nan
-    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.divisor(run))
     return [not router.bias.equal(old) for router, old in zip(routers, before, strict=True)]
 
 

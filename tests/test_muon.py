@@ -72,7 +72,7 @@ def orthogonalised(run: train.Run) -> list[list[tuple[int, ...]]]:
         return original(matrix, steps)
 
     vars(muon)["orthogonalise"] = watched
-    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.divisor(run))
     vars(muon)["orthogonalise"] = original
     return gather(shapes)
 

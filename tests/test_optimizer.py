@@ -161,7 +161,7 @@ def kinds_of_the_update(run: train.Run) -> set[str]:
         kernel(*lists, **more)
 
     vars(torch)["_fused_adamw_"] = watched
-    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.divisor(run))
     vars(torch)["_fused_adamw_"] = kernel
     return seen
 

@@ -93,7 +93,7 @@ class Operations(TorchDispatchMode):
 def operations_of_a_step(run: train.Run) -> Counter[str]:
     batches = train.local_batches(run)
     with Operations() as operations:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     return operations.counts
 
 

@@ -144,7 +144,7 @@ def test_no_model_draws_random_numbers(name: str) -> None:
 def test_padding_that_counts_is_found(fault: tuple[str, str]) -> None:
     length = ("--training.seq_len", "33")
     cp = ("--parallelism.context_parallel_degree", "2", "--parallelism.context_parallel_method", "ulysses")
-    plant = functools.partial(rewrite, "parallelize.context", "_padded", *fault)
+    plant = functools.partial(rewrite, "parallelize.padding", "_padded", *fault)
     observed = observe(*length, *cp, ranks=2, valid_labels=UNEVEN_LABELS, mutate=plant)
     assert "gradient" in broken_bars(observed, observe(*length, valid_labels=UNEVEN_LABELS))
 

@@ -107,7 +107,7 @@ def reduced_between_accumulation_steps(run: train.Run) -> tuple[list[bool], list
             asked.append(all(parameter.grad is not None for parameter in run.parameters))
             yield batch
 
-    train.train_step(run, watched(), train.valid_tokens(run))
+    train.train_step(run, watched(), train.divisor(run))
     return asked, re.findall(
         r"([\d.]+) MiB of (?:weights|gradients)", introduce(run.config, run.degrees, run.stages, 3)
     )
@@ -160,12 +160,12 @@ FAULTS = {
         "set_gradient_divide_factor(1.0)",
         "set_gradient_divide_factor(float(shards.size()))",
     ),
-    "divided by local tokens": ("train", "train_step", "/ valid", "/ (valid / run.degrees.batch_ranks)"),
+    "divided by local tokens": ("train", "train_step", "divisor, last)", "divisor / run.degrees.batch_ranks, last)"),
     "divided after backward": (
-        "train",
-        "train_step",
-        "(**batch) / valid\n            poison_if_not_finite(part).backward()\n            loss += part.detach()",
-        "(**batch)\n            part.backward()\n            loss += part.detach() / valid",
+        "parallelize.runner",
+        "Whole.forward_backward",
+        "share_of_loss(self._model(**batch), divisor)\n    loss.backward()\n    return loss.detach()",
+        "self._model(**batch)\n    loss.backward()\n    return loss.detach() / divisor",
     ),
     "norm not summed over shards": ("components.optim.optimizer", "clip_gradients", "group in groups:", "group in ():"),
     "loss summed over the wrong mesh": (
@@ -212,7 +212,7 @@ def test_a_planted_fault_is_found(fault: str, layout: str) -> None:
 
 def test_harness_without_a_fault_is_green() -> None:
     """The case of the planted faults, with a rewrite that changes nothing."""
-    same = ("train", "train_step", "/ valid", "/ (valid)")
+    same = ("parallelize.pipeline", "share_of_loss", "/ divisor", "/ (divisor)")
     observed = observe(
         SHARD, "2", *local_batch(2, 3), ranks=2, valid_labels=UNEVEN_LABELS, mutate=functools.partial(rewrite, *same)
     )

@@ -101,8 +101,7 @@ def test_a_step_has_a_pass_for_each_part() -> None:
 
 
 def passes(run: train.Run) -> int:
-    assert run.pipeline
-    return run.pipeline.passes
+    return run.runner.passes
 
 
 @pytest.mark.parametrize(("pp", "micro_batches", "splits"), [(4, 4, 4), (2, 1, 4), (4, 2, 2), (8, 8, 3)])
@@ -122,7 +121,7 @@ def count_activations(run: train.Run) -> int:
     batches, moments = train.local_batches(run), [list(state.values()) for state in run.optimizer.state.values()]
     with Meter(None, [run.parameters, moments]) as memory:
         before = memory.bytes
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     return memory.peak - before - 4 * sum(each.numel() for each in run.parameters)
 
 

@@ -67,7 +67,7 @@ def test_validation_in_a_pipeline(schedule: str) -> None:
 
 def validate_twice(run: train.Run) -> list[float]:
     first, _ = train.validate(run)
-    train.train_step(run, train.local_batches(run), train.valid_tokens(run))
+    train.train_step(run, train.local_batches(run), train.divisor(run))
     return [first, train.validate(run)[0]]
 
 
@@ -98,8 +98,8 @@ FAULTS = {
     "divided after backward": (
         "parallelize.pipeline",
         "Pipeline.forward_backward",
-        "self._valid = valid",
-        "self._valid = 1",
+        "self._divisor = divisor",
+        "self._divisor = 1",
     ),
     "a stage starts from another's weights": (
         "train",

@@ -16,10 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 import train
 from components.config import Parallelism
 from models.llama import FLAVORS, Llama
-from models.loss import linear_cross_entropy
+from models.loss import chunk_loss, linear_loss
+from models.objective import OBJECTIVES
 from parallelize.llama import llama_tp_plan
 from parallelize.mesh import Mesh
-from parallelize.tensor import apply_tensor_parallel, gathered_cross_entropy, vocabulary_parallel_cross_entropy
+from parallelize.tensor import apply_tensor_parallel, gathered_softmax, vocabulary_parallel_softmax
 from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.small import VOCABULARY
@@ -74,7 +75,7 @@ def test_a_stage_may_lack_the_ends_of_the_model(two_ranks: None) -> None:
     apply_tensor_parallel(model, mesh_of_two(), llama_tp_plan(Parallelism()))
 
 
-def compare_losses(run: train.Run, split_loss: Any, vocabulary: int) -> list[float]:
+def compare_losses(run: train.Run, split_softmax: Any, vocabulary: int) -> list[float]:
     """Relative errors of the loss, and of the gradients of hidden states and weights."""
     mesh, generator = run.mesh["tp"], torch.Generator().manual_seed(0)
     hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
@@ -85,9 +86,9 @@ def compare_losses(run: train.Run, split_loss: Any, vocabulary: int) -> list[flo
     expected = [plain, *torch.autograd.grad(plain, (hidden, weights))]
     padded = F.pad(weights.detach(), (0, 0, 0, -vocabulary % mesh.size()))
     rows = padded.chunk(mesh.size())[mesh.get_local_rank()].requires_grad_()
-    loss = linear_cross_entropy(
-        hidden[None], rows, labels[None], functools.partial(split_loss, mesh=mesh, vocabulary=vocabulary)
-    )
+    softmax = functools.partial(split_softmax, mesh=mesh, vocabulary=vocabulary)
+    of_chunk = functools.partial(chunk_loss, softmax=softmax, terms=OBJECTIVES["next_token"].terms)
+    (loss,) = linear_loss(hidden[None], rows, labels[None], of_chunk)
     of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
     dist.all_reduce(of_hidden, group=mesh.get_group())
     parts = [torch.empty_like(of_rows) for _ in range(mesh.size())]
@@ -97,11 +98,11 @@ def compare_losses(run: train.Run, split_loss: Any, vocabulary: int) -> list[flo
 
 
 @pytest.mark.parametrize(("ranks", "vocabulary"), [(1, 20), (2, 20), (4, 20), (4, 18), (4, 5)])
-@pytest.mark.parametrize("loss", [vocabulary_parallel_cross_entropy, gathered_cross_entropy])
-def test_loss_split_by_vocabulary_has_the_plain_gradients(loss: Any, ranks: int, vocabulary: int) -> None:
+@pytest.mark.parametrize("softmax", [vocabulary_parallel_softmax, gathered_softmax])
+def test_loss_split_by_vocabulary_has_the_plain_gradients(softmax: Any, ranks: int, vocabulary: int) -> None:
     """Pitfall: a vocabulary-parallel loss that is right while its gradients are not. A rank may have no row at all."""
     layout = ("--parallelism.tensor_parallel_degree", str(ranks), "--model.flavor", "many_heads")
-    compare = functools.partial(compare_losses, split_loss=loss, vocabulary=vocabulary)
+    compare = functools.partial(compare_losses, split_softmax=softmax, vocabulary=vocabulary)
     assert max(observe(*layout, ranks=ranks, steps=0, at_end=compare).extra) < 1e-6
 
 
@@ -138,7 +139,7 @@ def test_a_table_with_uneven_parts_goes_on_at_another_layout(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "fault",
     [
-        ("vocabulary_parallel_cross_entropy", "if real < columns:", "if False:"),
+        ("vocabulary_parallel_softmax", "if real < columns:", "if False:"),
         ("_rows", "-(-weight.shape[0] // mesh.size())", "len(rows)"),
     ],
     ids=["padding in the softmax", "no padding"],

@@ -80,7 +80,7 @@ def is_tied(run: train.Run) -> bool:
 
 
 def one_tied_gradient_is_lost() -> None:
-    rewrite("models.loss", "linear_cross_entropy", "weight_VD, labels_BS", "weight_VD.detach(), labels_BS")
+    rewrite("models.loss", "linear_loss", "weight_VD, labels_BS", "weight_VD.detach(), labels_BS")
 
 
 @pytest.mark.parametrize("axis", ["fsdp 2", "tp 2", "cp 2"])

@@ -13,18 +13,18 @@ from parallelize.groups import gather
 from tests.harness import observe, rewrite
 from tests.test_guards import LAYOUTS
 
-SLOW = ("train", "valid_tokens", "positions =", "dist.get_rank() == 1 and __import__('time').sleep(2); positions =")
+SLOW = ("train", "divisor", "return max", "dist.get_rank() == 1 and __import__('time').sleep(2); return max")
 
 
 def watch(run: train.Run) -> list[tuple[float, float]]:
     """By rank: seconds of a step, and the rank's own."""
     stragglers, batches = Stragglers(run.mesh), train.local_batches(run)
     with stragglers.watched(logged=False) as own:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     assert (stragglers.compare(own), own.seconds) == ([], 0), "nothing is looked at in a step that is not logged"
     started = time.perf_counter()
     with stragglers.watched(logged=True) as own:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
     return gather((time.perf_counter() - started, own.seconds))
 
 

@@ -52,7 +52,7 @@ def count_waits(run: train.Run) -> list[str]:
     batches = itertools.chain([first], batches)
     with Waits() as waits:
         for _ in range(3):
-            train.train_step(run, batches, train.valid_tokens(run))
+            train.train_step(run, batches, train.divisor(run))
     return waits.found
 
 
@@ -64,7 +64,9 @@ def test_a_step_never_waits_for_the_device(layout: str) -> None:
 
 
 def test_waiting_is_counted() -> None:
-    fault = functools.partial(rewrite, "train", "train_step", "loss += part.detach()", "loss += part.detach().item()")
+    fault = functools.partial(
+        rewrite, "parallelize.runner", "Whole.forward_backward", "loss.detach()", "loss.detach().item()"
+    )
     assert observe(steps=1, at_end=count_waits, mutate=fault).extra
 
 
@@ -98,7 +100,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(layout: str, impl
     kernel = ("--optimizer.implementation", implementation)
     ranks, overrides = LAYOUTS.get(layout, (1, ()))
     poison = f"({value} if run.step == 2 and dist.get_rank() == {ranks - 1} else 1)"
-    fault = functools.partial(rewrite, "train", "train_step", "/ valid", f"/ valid * {poison}")
+    fault = functools.partial(rewrite, "train", "train_step", "divisor, last)", f"divisor / {poison}, last)")
     given = (*kernel, *overrides, *local_batch(ranks, 1))
     before = observe(*given, ranks=ranks, steps=1, at_end=moments)
     after = observe(*given, ranks=ranks, steps=2, mutate=fault, at_end=moments)

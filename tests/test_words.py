@@ -20,7 +20,7 @@ LONGEST = {"README.md": 700}
 """Words of a page, without code; of the others 1,200."""
 WRITTEN = {"docs/composition.md", "docs/refusals.md", "docs/reliability.md"}
 """Pages that a program writes: tables to look something up in."""
-FOLDERS = ("components", "models", "parallelize", "tests")
+FOLDERS = ("components", "models", "parallelize")
 BEGINS_BADLY = re.compile(r"(Of|What|So many|By(?! default)|To whom|From whom|With what|Out of)\b(?! course)")
 """Words that put off the subject of a sentence. A docstring that begins with "By" or "What" describes no thing."""
 

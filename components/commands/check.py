@@ -6,6 +6,7 @@ what has failed are left out.
 
 import datetime
 import errno
+import json
 import os
 import re
 import shutil
@@ -138,14 +139,16 @@ def disk(job: Job) -> str:
 
 def memory(job: Job) -> str:
     """What a dry run of rank 0 holds, against the device."""
-    command = [sys.executable, "-P", "-m", "components.commands.dry_run", *job.argv, "--comm.mode", "fake_backend"]
+    command = [sys.executable, "-P", "-m", "components.commands.dry_run", "--json", *job.argv]
+    command += ["--comm.mode", "fake_backend"]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **numbers, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    found = re.search(r"highest point +([\d.]+) GiB", done.stdout)
-    if found is None:
-        raise ConfigError((done.stderr.strip().splitlines() or ["the dry run said nothing"])[-1])
-    needed, there = float(found[1]), _memory_gib(job.settings)
+    try:
+        memory = json.loads(done.stdout.splitlines()[-1])["memory"]
+    except (IndexError, ValueError):
+        raise ConfigError((done.stderr.strip().splitlines() or ["the dry run said nothing"])[-1]) from None
+    needed, there = memory["in all, at the highest point"] / _GIB, _memory_gib(job.settings)
     said = f"rank 0 holds {needed:,.2f} GiB at the highest point, of {there:,.1f} GiB"
     if needed > there:
         raise ConfigError(said)

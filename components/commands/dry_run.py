@@ -7,15 +7,17 @@ data nor the device that the recipe names is needed. Layers are not compiled.
 """
 
 import itertools
+import json
 import math
 import os
 import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -52,6 +54,9 @@ _COLLECTIVES = {
 """Operations of torch, in the names that docs/ use."""
 _FILLS = ("copy_", "split_with_sizes_copy")
 """Operations by which FSDP puts a gathered weight in its place, first and every other time."""
+
+
+HIGHEST = "in all, at the highest point"
 
 
 def init_fake_group() -> torch.device:
@@ -161,6 +166,19 @@ class _Rehearsal(Meter):
 
 
 @dataclass
+class NoData:
+    """Stands for the training set: every token has a label."""
+
+    seq_len: int
+
+    def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        return positions
+
+    def count_valid(self, numbers: np.ndarray) -> int:
+        return len(numbers) * self.seq_len
+
+
+@dataclass
 class _Pause:
     """The meter counts nothing inside."""
 
@@ -205,13 +223,13 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     fake = FakeTensorMode(allow_non_fake_inputs=True)  # the mesh's own tensors are real
     with fake:
         give_memory(stages, device)
-    run = train.assemble(config, device, mesh, stages, None, None)
+    run = train.assemble(config, device, mesh, stages, NoData(training.seq_len), None)
     with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences(meter):
         run.optimizer.register_step_pre_hook(meter.note_update)
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
-        names += ["dropout_keys"] if config.model.lora.dropout else []
+        names += [*run.objective.columns, *(["dropout_keys"] if config.model.lora.dropout else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
-        train.train_step(run, itertools.repeat(batch), run.global_batch_size * training.seq_len)
+        train.train_step(run, itertools.repeat(batch), train.divisor(run))
     return run, meter
 
 
@@ -229,17 +247,34 @@ def held(run: train.Run, meter: Meter) -> dict[str, int]:
         "optimizer state": staged_bytes(run.optimizer) if on_host else moments,
         "activations, gathered weights, buffers": max(0, meter.peak_before_update - weights - gradients),
     }
-    kept["in all, at the highest point"] = sum(kept.values())
+    kept[HIGHEST] = sum(kept.values())
     return kept | {"optimizer state on the host": moments} if on_host else kept
 
 
-def report(run: train.Run, meter: Meter) -> str:
-    """What this rank would hold, and send in a step, as lines of text."""
-    lines = [f"  {name:40}{size / 2**30:9.2f} GiB" for name, size in held(run, meter).items()]
-    lines.append("  a step sends" if meter.sent else "  a step sends nothing")
-    for (dimension, kind), (number, size) in sorted(meter.sent.items()):
-        lines.append(f"    {f'{dimension}: {number:,} x {kind}':38}{size / 2**30:9.2f} GiB")
-    return "\n".join(lines)
+@dataclass(frozen=True)
+class DryRun:
+    """What a rank would hold and send."""
+
+    rank: int
+    ranks: int
+    memory: dict[str, int]
+    """Bytes at the highest point of a step, by kind; HIGHEST is their sum, and the host's memory comes after it."""
+    messages: list[tuple[str, str, int, int]]
+    """(dimension of the mesh, kind, number, bytes) in a step."""
+
+    def __str__(self) -> str:
+        lines = [f"  {name:40}{size / 2**30:9.2f} GiB" for name, size in self.memory.items()]
+        lines.append("  a step sends" if self.messages else "  a step sends nothing")
+        for dimension, kind, number, size in self.messages:
+            lines.append(f"    {f'{dimension}: {number:,} x {kind}':38}{size / 2**30:9.2f} GiB")
+        return "\n".join(lines)
+
+
+def dry_run(config: JobConfig) -> DryRun:
+    """The dry run of the rank that RANK says, of WORLD_SIZE."""
+    run, meter = rehearse(config)
+    messages = [(*place, number, size) for place, (number, size) in sorted(meter.sent.items())]
+    return DryRun(dist.get_rank(), dist.get_world_size(), held(run, meter), messages)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
@@ -248,11 +283,14 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """One rank's dry run, printed; returns its exit code."""
-    run, meter = rehearse(load_config(argv))
-    what = describe(run.config, run.degrees)
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {what}")
-    print(report(run, meter))
+    """One rank's dry run, printed, or as a line of JSON with --json; returns its exit code."""
+    config = load_config([word for word in argv if word != "--json"])
+    found = dry_run(config)
+    if "--json" in argv:
+        print(json.dumps(asdict(found)))
+        return ExitCode.DONE
+    said = describe(config, resolve_degrees(config, found.ranks))
+    print(f"rank {found.rank} of {found.ranks}: {said}", found, sep="\n")
     return ExitCode.DONE
 
 

@@ -164,6 +164,11 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
         if f"optimizer.{key}" in config.origins:
             yield f"optimizer.{key}", f'optimizer.name = "{optimizer}" has no such setting'
+    if training.dtype != "float32" and "state_dtype" not in OPTIMIZER_KEYS[optimizer]:
+        yield (
+            "training.dtype",
+            f'optimizer.name = "{optimizer}" cannot round updates of bfloat16 weights; use "float32"',
+        )
     rounded = {config.optimizer.state_dtype, training.dtype} != {"float32"}
     if rounded and config.optimizer.implementation != "fused":
         yield "optimizer.implementation", "there is one for weights and moments that are rounded: leave it out"

@@ -72,11 +72,17 @@ class Optimizer:
 
 
 OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
-    "AdamW": ("beta1", "beta2", "eps", "implementation", "state_offload"),
-    "Adam": ("beta1", "beta2", "eps", "implementation", "state_offload"),
-    "Muon": ("beta1", "beta2", "eps", "implementation", "state_offload", "momentum", "newton_schulz_steps"),
+    "AdamW": ("beta1", "beta2", "eps", "implementation", "state_offload", "state_dtype"),
+    "Adam": ("beta1", "beta2", "eps", "implementation", "state_offload", "state_dtype"),
+    "Muon": (
+        *("beta1", "beta2", "eps", "implementation", "state_offload", "state_dtype"),
+        *("momentum", "newton_schulz_steps"),
+    ),
 }
-"""optimizer.name -> the keys that it takes, beside lr, weight_decay and the roles, which all take."""
+"""optimizer.name -> the keys that it takes, beside lr, weight_decay and the roles, which all take.
+
+An optimizer without state_dtype rounds nothing at random, so it takes no bfloat16 weights either.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,6 +67,9 @@ class TokenCache:
     A block of tokens is verified when this process reads of it first, in caches that have hashes.
     """
 
+    trained: np.ndarray | None = None
+    """bool (tokens,): which tokens are trained, as labels; None for all of them."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = read_json_as(_Index, folder / "index.json")

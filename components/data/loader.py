@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import signal
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,15 @@ from components.data.order import token_keys
 from components.data.packed import PackedSequences
 
 IGNORED = -100
-"""A label without loss: padding."""
+"""A label without loss: padding, or a token that is not trained."""
+COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
+    "dropout_keys": lambda sequences, positions, seed: token_keys(positions, sequences.seq_len, seed),
+}
+"""Further columns of a batch: (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
+DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
+    "labels": lambda sequences, numbers: sequences.count_valid(numbers),
+}
+"""What a step's loss may be divided by, counted in sequences with these numbers."""
 
 
 @dataclass(eq=False)
@@ -49,6 +57,11 @@ class Order(Sampler):
                 yield np.arange(first, first + self.local_batch_size)
             step_start += self.global_batch_size
 
+    def count(self, what: str) -> int:
+        """Counts a row of DIVISORS in the next global batch; every rank does so by itself, without a collective."""
+        positions = np.arange(self.consumed_sequences, self.consumed_sequences + self.global_batch_size)
+        return DIVISORS[what](self.sequences, self.sequences.at(positions, self.seed))
+
 
 @dataclass
 class _Batches(Dataset):
@@ -56,20 +69,22 @@ class _Batches(Dataset):
 
     order: Order
     document_mask: bool
-    dropout: bool
+    columns: Sequence[str]
 
     def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
         sequences, seed = self.order.sequences, self.order.seed
         batch = _batch(sequences, sequences.at(positions, seed), self.document_mask)
-        if self.dropout:
-            batch["dropout_keys"] = torch.from_numpy(token_keys(positions, sequences.seq_len, seed))
-        return batch
+        more = {name: COLUMNS[name](sequences, positions, seed) for name in self.columns}
+        return batch | {name: torch.from_numpy(column) for name, column in more.items()}
 
 
 def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
     tokens, document_ids = sequences.get(numbers)
+    labels, trained = tokens[:, 1:], sequences.trained(numbers)
+    if trained is not None:
+        labels = np.where(trained[:, 1:], labels, IGNORED)
     positions = np.broadcast_to(np.arange(document_ids.shape[1]), document_ids.shape)
-    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "positions": positions}
+    batch = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions}
     if document_mask:
         begins = np.diff(document_ids, axis=1, prepend=0) > 0
         starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
@@ -95,12 +110,12 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def build_loader(
-    order: Order, document_mask: bool = False, config: DataLoader | None = None, dropout: bool = False
+    order: Order, document_mask: bool = False, config: DataLoader | None = None, columns: Sequence[str] = ()
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
+    """Yields batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask a batch also has document_ids, and positions restart at each document; with dropout it has
-    dropout_keys (token_keys in order.py). Raises RuntimeError if a worker dies.
+    With document_mask a batch also has document_ids, and positions restart at each document. columns names rows of
+    COLUMNS that it has too. Raises RuntimeError if a worker dies.
     """
     config = config or DataLoader()
     context = multiprocessing.get_context("spawn")
@@ -109,7 +124,7 @@ def build_loader(
     # torchdata 0.11 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
     loader = StatefulDataLoader(
-        _Batches(order, document_mask, dropout),
+        _Batches(order, document_mask, columns),
         sampler=order,
         batch_size=None,
         num_workers=config.num_workers,

@@ -70,8 +70,7 @@ class PackedSequences:
 
         Ids number the documents of a sequence from 0 on. A join of two parts of the stream begins a new document.
         """
-        within = np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1)
-        places = self._places(within)
+        places = self._places_of(indices)
         self.cache.verify(places)
         tokens = self.cache.tokens[places].astype(np.int64)
         documents = np.searchsorted(self.cache.document_ends, places[:, :-1], side="right")
@@ -80,9 +79,18 @@ class PackedSequences:
         changes = np.diff(documents + joins, axis=1, prepend=(documents + joins)[:, :1]) > 0
         return tokens, np.cumsum(changes, axis=1)
 
+    def trained(self, indices: np.ndarray) -> np.ndarray | None:
+        """bool (n, seq_len + 1): which tokens of n sequences are trained, as labels; None for all of them."""
+        return None if self.cache.trained is None else self.cache.trained[self._places_of(indices)]
+
     def count_valid(self, indices: np.ndarray) -> int:
-        """Number of labels with loss in these sequences: all of them."""
-        return len(indices) * self.seq_len
+        """Number of labels with loss in these sequences."""
+        trained = self.trained(indices)
+        return len(indices) * self.seq_len if trained is None else int(np.count_nonzero(trained[:, 1:]))
+
+    def _places_of(self, indices: np.ndarray) -> np.ndarray:
+        """The places of n sequences' tokens in the whole stream, (n, seq_len + 1)."""
+        return self._places(np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1))
 
     def _places(self, positions: np.ndarray) -> np.ndarray:
         """Positions in this part as positions in the whole stream."""

@@ -214,6 +214,9 @@ def read_wanted(folder: Path) -> int:
 class StreamCache:
     """A cache that grows: tokens and document ends as last read; reach waits for more."""
 
+    trained: np.ndarray | None = None
+    """As of TokenCache."""
+
     def __init__(self, spec: StreamSpec, writer: "subprocess.Popen[str] | None" = None) -> None:
         self.spec, self.key, self.folder = spec, spec.key, spec.folder
         self.writer = writer  # ends with this object, or with the process

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.config import ConfigError, Lora
+from components.config import ConfigError, JobConfig, Lora
 from components.config.files import read_json, write_json
-from components.state.base import check_base, load_run
+from components.state.base import check_base, load_run, read_base
+from components.state.checkpoint import Checkpointer
 from components.state.folder import chosen_model
 from components.state.tensors import check_finite, load_tensors
 from components.state.together import read_together, together
@@ -24,6 +25,7 @@ from components.state.weights import Folder, export, put_in_place
 from models import meta_model
 from models.lora import merged
 from models.peft import Place, places, targets
+from parallelize.mesh import Mesh
 from parallelize.sharding import own_slice
 
 
@@ -159,6 +161,22 @@ _UNKNOWN = (
 """Keys of adapter_config.json that change what adapters compute. Shapes tell ranks, also those of rank_pattern."""
 _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of init_lora_weights with which PEFT computes other weights of the base each time it loads adapters."""
+
+
+def starting_state(checkpointer: Checkpointer, config: JobConfig, mesh: Mesh) -> dict[str, Any] | None:
+    """Load the run's newest good checkpoint, or what initial_load_path names; returns the checkpoint's numbers, if any.
+
+    The base of adapters is loaded first, because checkpoints do not hold it. Raises ConfigError if the base is not the
+    checkpoint's.
+    """
+    if checkpointer.adapted:
+        read_base(checkpointer, mesh["pp"].get_group())
+    state = checkpointer.load() if checkpointer.config.enable else None
+    if state is None and not checkpointer.adapted:
+        return checkpointer.load_initial()
+    if state is None and (adapters := config.model.lora.initial_load_path):
+        load_adapters(checkpointer.stages, Path(adapters))
+    return state
 
 
 def load_adapters(stages: list[nn.Module], path: Path) -> None:

@@ -278,6 +278,7 @@ def check_model(config: JobConfig) -> None:
     """Raises ConfigError for an unknown model.name or model.flavor, with the nearest known name."""
     from models import MODELS
     from models.attention import KERNELS
+    from models.objective import OBJECTIVES
 
     name, flavor = config.model.name, config.model.flavor
     if name not in MODELS:
@@ -285,6 +286,8 @@ def check_model(config: JobConfig) -> None:
     flavors = MODELS[name][1]
     if flavor not in flavors:
         raise ConfigError(mistake(config, "model.flavor", not_among(flavor, flavors)))
+    if config.training.objective not in OBJECTIVES:
+        raise ConfigError(mistake(config, "training.objective", not_among(config.training.objective, OBJECTIVES)))
     if config.model.attention_kernel not in KERNELS:
         reason = not_among(config.model.attention_kernel, KERNELS)
         raise ConfigError(mistake(config, "model.attention_kernel", reason))

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from components.config import JobConfig, Lora
-from parallelize.mesh import Degrees, padded_length
+from parallelize.mesh import Degrees
+from parallelize.padding import padded_length
 from parallelize.rules.sizes import not_among, sizes_of
 
 

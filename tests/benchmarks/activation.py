@@ -39,7 +39,7 @@ def measure(run: train.Run) -> tuple[float, float]:
     batches, seconds = train.local_batches(run), []
     for _ in range(5):
         started = time.perf_counter()
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
         seconds.append(time.perf_counter() - started)
     return 0.0 if run.config.compile.enable else count_activations(run) / 2**20, min(seconds)
 

@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
 
     def ours() -> None:
         for _ in range(STEPS):
-            train.train_step(run, batches, train.valid_tokens(run))
+            train.train_step(run, batches, train.divisor(run))
 
     def bare() -> None:
         for batch in bare_batches:

@@ -26,7 +26,7 @@ def measure(run: train.Run) -> list[float]:
         seconds = []
         for _ in range(2):
             started = time.process_time()
-            train.train_step(run, batches, train.valid_tokens(run))
+            train.train_step(run, batches, train.divisor(run))
             if run.dynamics.sampled:
                 run.dynamics.tables()
             seconds.append(time.process_time() - started)

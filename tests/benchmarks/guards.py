@@ -53,7 +53,7 @@ def measure(run: train.Run) -> dict[str, float]:
         poison_if_not_finite(loss).backward()
 
     def step() -> None:
-        train.train_step(run, batches, train.valid_tokens(run))
+        train.train_step(run, batches, train.divisor(run))
 
     def watched_step() -> None:
         with stragglers.watched(logged=True):

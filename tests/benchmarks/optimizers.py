@@ -83,7 +83,7 @@ def times_of_muon(dtypes: tuple[str, ...] = ("bfloat16", "float32")) -> None:
 
 def seconds_of_step(run: train.Run) -> float:
     """Processor time."""
-    batches, valid = train.local_batches(run), train.valid_tokens(run)
+    batches, valid = train.local_batches(run), train.divisor(run)
     begun = time.process_time()
     train.train_step(run, batches, valid)
     return time.process_time() - begun

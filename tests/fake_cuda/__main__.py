@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from components.commands.dry_run import init_fake_group
+from components.commands.dry_run import NoData, init_fake_group
 from components.config import ROOT, load_config
 from components.state.copies import HostCopies
 from components.state.init import give_memory
@@ -121,7 +121,7 @@ def _build(case: Case, fake: FakeTensorMode) -> Callable[[], object]:
         stages = parallelize_model(config.model.name)(whole, mesh, config)
     with fake:
         give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
-        run = train.assemble(config, device, mesh, stages, None, None)
+        run = train.assemble(config, device, mesh, stages, NoData(config.training.seq_len), None)
     names = ["tokens", "labels", "positions", *(["document_ids"] if config.training.document_mask else [])]
     shape = (config.training.local_batch_size, config.training.seq_len)
     batches = itertools.repeat({name: torch.zeros(shape, dtype=torch.int64) for name in names})

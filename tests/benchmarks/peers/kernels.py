@@ -18,10 +18,10 @@ from torch import Tensor
 from components.launch.memory import keep_freed_memory
 from models.attention import AttentionCore, Visibility
 from models.llama import Llama
-from models.loss import cross_entropy, linear_cross_entropy
 from models.rotary import apply_rotary, rotary_cos_sin, rotary_frequencies
 from parallelize.groups import init_distributed
 from parallelize.precision import set_product_precision
+from tests.benchmarks.loss import chunked
 from tests.benchmarks.peers.clock import Clock, Job, job
 from tests.benchmarks.peers.ours import sizes
 from tests.benchmarks.peers.products import multiply, operands
@@ -121,7 +121,7 @@ def main() -> None:
         if model.output is not None:
             head = model.output.weight
             torch.autograd.grad(norm(*of_norm), of_norm, of_normed)
-            torch.autograd.grad(linear_cross_entropy(hidden, head, labels, cross_entropy), (hidden, head))
+            torch.autograd.grad(chunked(hidden, head, labels), (hidden, head))
 
     while True:
         clock.tick()

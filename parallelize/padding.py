@@ -1,0 +1,49 @@
+"""Padding: tokens that a layout adds at the end of each sequence, so that ranks and stages share it evenly.
+
+    context parallel    as many tokens for each rank of cp; twice that for the head-tail balancer
+    sequence parallel   as many hidden states for each rank of tp, of each rank of cp
+    sequence splits     as many tokens for each part of a sequence, in a pipeline
+    micro-batches       none: rules refuse a batch that they do not divide
+
+Padding has no label, position -1, and a document of its own if there are documents. Causal attention hides it from all
+tokens of the sequence. Experts and the largest attention logit skip it. The divisor and the data order do not count it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from components.config import Parallelism
+from parallelize.mesh import Degrees
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> int:
+    """Tokens of a sequence of this length with its padding."""
+    unit = degrees.cp
+    if degrees.cp > 1 and parallelism.context_parallel_load_balancer == "headtail":
+        unit *= 2
+    if parallelism.sequence_parallel:
+        unit = math.lcm(unit, degrees.cp * degrees.tp)
+    unit *= parallelism.pipeline_parallel_sequence_splits
+    return -(-length // unit) * unit
+
+
+def pad(batch: dict[str, Tensor], degrees: Degrees, parallelism: Parallelism) -> dict[str, Tensor]:
+    """The columns (B, S) of a batch with their padding, (B, padded_length)."""
+    length = batch["tokens"].shape[1]
+    count = padded_length(length, degrees, parallelism) - length
+    return {name: _padded(column, count, name) for name, column in batch.items()} if count else batch
+
+
+def _padded(column: Tensor, count: int, name: str) -> Tensor:
+    """(B, S + count)"""
+    import torch
+    import torch.nn.functional as F
+
+    if name == "document_ids":
+        return torch.cat([column, (column[:, -1:] + 1).expand(-1, count)], 1)
+    return F.pad(column, (0, count), value={"labels": -100, "positions": -1}.get(name, 0))

@@ -1,0 +1,56 @@
+"""The runner of a rank: one process's model or a pipeline, which answer the same two calls."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from components.config import JobConfig
+from models.config import TransformerConfig
+from parallelize.mesh import Mesh
+from parallelize.pipeline import Pipeline, share_of_loss
+
+Batch = dict[str, Tensor]
+"""Columns (B, S) by name, as train.py's own_part gives them."""
+
+
+class Runner(Protocol):
+    """Runs batches through the model."""
+
+    passes: int
+    """Forward passes of a stage in one call of forward_backward."""
+
+    def forward_backward(self, batch: Batch, divisor: int, last: bool) -> Tensor:
+        """Add the gradients of summed loss / divisor; returns the quotient on ranks that know a loss, else 0.
+
+        last: whether it is the last batch of an optimizer step.
+        """
+
+    def summed_loss(self, batch: Batch) -> Tensor:
+        """The batch's summed loss on ranks that know a loss, else 0; forward only."""
+
+
+class Whole:
+    """The whole model, on this rank."""
+
+    passes = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def forward_backward(self, batch: Batch, divisor: int, last: bool) -> Tensor:
+        loss = share_of_loss(self._model(**batch), divisor)
+        loss.backward()
+        return loss.detach()
+
+    def summed_loss(self, batch: Batch) -> Tensor:
+        return self._model(**batch)
+
+
+def build_runner(
+    stages: list[nn.Module], sizes: TransformerConfig, mesh: Mesh, config: JobConfig, device: torch.device
+) -> Runner:
+    """The runner of this rank's stages; sizes are those of the whole model."""
+    if mesh.degrees.pp == 1:
+        return Whole(*stages)
+    return Pipeline(stages, sizes, mesh, config, device)
