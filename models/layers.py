@@ -1,4 +1,4 @@
-"""Layers that the model families share, in plain single-device PyTorch.
+"""Layers shared by the model families, in plain single-device PyTorch.
 
 Shapes are named by letters: B batch, S sequence, D model width, H heads, G key/value heads, K head size,
 F feed-forward width, V vocabulary.
@@ -15,25 +15,25 @@ from models.rotary import apply_rotary
 
 
 class Sinks(nn.Module):
-    """A logit of each head that no key has."""
+    """One learned logit per head, which belongs to no key."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self) -> Tensor:
-        """(H,), of the heads that are computed here."""
+        """The sinks (H,) of the heads that this rank computes."""
         return self.weight
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (arXiv:2305.13245).
 
-    With qk_norm, queries and keys are normed before they are rotated, each head by itself (arXiv:2302.05442).
+    With qk_norm, queries and keys are normalized per head, before RoPE (arXiv:2302.05442).
     """
 
     norm: type[nn.Module] = nn.RMSNorm
-    """The class of the norms."""
+    """Class of the norms of queries and keys."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -76,15 +76,15 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Linear):
-    """Projection to the vocabulary; with labels, the loss."""
+    """Projection to the vocabulary. Given labels, it computes the loss instead of logits."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.cross_entropy: CrossEntropy = cross_entropy
-        """The loss of a chunk of logits; tensor parallel replaces it."""
+        """Computes the loss of a chunk of logits; tensor parallel replaces this function."""
 
     def forward(self, x_BSD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        """Logits (B, S, V), or the float32 sum of cross-entropies over labels that are not -100."""
+        """Logits (B, S, V); with labels, the float32 sum of cross-entropies over labels that are not -100."""
         if labels_BS is None:
             return super().forward(x_BSD)
         return linear_cross_entropy(x_BSD, self.weight, labels_BS, self.cross_entropy)
