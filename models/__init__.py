@@ -1,6 +1,7 @@
-"""Models by name: the class, and its sizes by flavor.
+"""The model families. MODELS[name] is the model class and a dict: flavor -> configuration.
 
-A family is a module with MODEL and FLAVORS, and is found by its name: there is no list of families.
+A family is a module of this package that defines MODEL and FLAVORS. MODELS is built from the modules, so no list of
+families has to be kept.
 """
 
 import pkgutil
@@ -34,29 +35,30 @@ class Chosen(Protocol):
 
 
 def sizes(model: Chosen) -> Any:
-    """The configuration of the chosen model: its flavor's, with rotary frequencies stretched as asked."""
+    """The configuration of the chosen flavor, with the RoPE scaling that the job file asks for."""
     config, asked = MODELS[model.name][1][model.flavor], model.rope_scaling
     if not asked.rope_type:
         return config
     if asked.rope_type == "none":
         return replace(config, rope_scaling=None)
-    own = config.rope_scaling
+    default = config.rope_scaling
     original = asked.original_max_position_embeddings
-    if not original and own and own.rope_type != "linear":
-        original = own.original_max_position_embeddings
-    original = original or round(config.context_length / (own.factor if own else 1))
-    # Of the flavor's own kind of stretching there may be more settings than the job file has keys.
-    kept = own if own and own.rope_type == asked.rope_type else RopeScaling(asked.rope_type)
+    if not original and default and default.rope_type != "linear":
+        original = default.original_max_position_embeddings
+    original = original or round(config.context_length / (default.factor if default else 1))
+    # A flavor's scaling of the same type may have settings that the job file has no key for.
+    base = default if default and default.rope_type == asked.rope_type else RopeScaling(asked.rope_type)
     lengths = {"factor": asked.factor, "original_max_position_embeddings": original}
-    stretched = replace(kept, **lengths, beta_fast=asked.beta_fast, beta_slow=asked.beta_slow)
-    return replace(config, rope_scaling=stretched, context_length=round(asked.factor * original))
+    scaling = replace(base, **lengths, beta_fast=asked.beta_fast, beta_slow=asked.beta_slow)
+    return replace(config, rope_scaling=scaling, context_length=round(asked.factor * original))
 
 
 def meta_model(model: Chosen, dtype: str = "") -> Any:
-    """The whole model on the meta device, without memory, and with adapters if it is to have some.
+    """Build the whole model on the meta device, which allocates no memory; with lora.rank, add its adapters.
 
-    dtype: training.dtype; the base of adapters is then as lora.base says. Without, all are float32: for shapes alone.
-    Raises ValueError if adapters are asked for a module that the model does not have, or a matrix cannot be packed.
+    dtype: training.dtype; frozen weights beside adapters then have the precision of lora.base. With the default, all
+    parameters are float32, which suffices for shapes.
+    Raises ValueError if adapters are asked for a module that the model lacks, or if a matrix cannot be packed.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype or "float32"))

@@ -1,4 +1,4 @@
-"""Sizes of a model, and what its layers have in common."""
+"""The configuration that all model families share."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,14 +9,14 @@ from models.rotary import RopeScaling
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Sizes of a model."""
+    """Sizes and options of a model."""
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS
-    """Fields -> those of Hugging Face's config.json."""
+    """Field of this class -> field of Hugging Face's config.json."""
     hf_fixed: ClassVar[dict[str, Any]] = FIXED
-    """Fields of config.json that have one value for every model of the family."""
+    """Fields of config.json whose value is the same for every model of the family."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
-    """model_type -> what transformers takes for fields that a config.json leaves out, where shapes do not tell."""
+    """model_type -> transformers' defaults for fields that a config.json may omit and that shapes do not reveal."""
 
     dim: int
     n_layers: int
@@ -27,29 +27,29 @@ class TransformerConfig:
     norm_eps: float
     rope_theta: float
     context_length: int
-    """Tokens that the published weights were trained for; used only in Hugging Face's config.json."""
+    """Sequence length that the published weights were trained for; used in config.json, and to scale RoPE."""
     rope_scaling: RopeScaling | None = None
     tie_embeddings: bool = False
     head_size: int | None = None
-    """Width of each head; by default dim / n_heads."""
+    """Width of each head; dim / n_heads by default."""
     qk_norm: bool = False
-    """Queries and keys are normed, each head by itself, before they are rotated."""
+    """Queries and keys are normalized per head, before RoPE."""
     qkv_bias: bool = False
-    """The projections to queries, keys and values have biases."""
+    """The query, key and value projections have biases."""
     output_bias: bool = False
-    """The projection of attention's result has one."""
+    """The output projection of attention has a bias."""
     sinks: bool = False
-    """Each head has a learned logit that takes its share of the softmax, and has no value (arXiv:2309.17453)."""
+    """Each head has a sink: a learned logit in the softmax that has no value (arXiv:2309.17453)."""
     query_size: int | None = None
-    """Logits are q k / sqrt(query_size); by default the width of a head."""
+    """Logits are q k / sqrt(query_size); the head width by default."""
     window: int | None = None
-    """The most tokens that a query sees, its own included; None for no window."""
+    """Sliding window: the most tokens that a query sees, its own included; None for no window."""
     full_every: int = 0
-    """Each layer whose number, from 1, is a multiple of this has no window; 0 for none."""
+    """Layers whose number, counted from 1, is a multiple of full_every have no window; 0: all layers have it."""
     window_rope_theta: float | None = None
-    """rope_theta of layers with a window, whose frequencies are not stretched then; None for that of all layers."""
+    """rope_theta of layers with a window, which then have no RoPE scaling; None: they are like other layers."""
     frozen: tuple[str, ...] = ()
-    """Patterns, like those of KINDS, of parameters that are not trained: ("tok_embeddings", "layers.0")."""
+    """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
     @property
     def head_dim(self) -> int:
@@ -57,7 +57,7 @@ class TransformerConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the part of a head that is rotated."""
+        """Width of the part of a head that RoPE rotates."""
         return self.head_dim
 
     @property
@@ -67,17 +67,17 @@ class TransformerConfig:
 
     @property
     def tp_columns(self) -> dict[str, int]:
-        """Feed-forward columns that tensor parallel ranks share, by name."""
+        """Feed-forward widths that tensor parallel splits, by name."""
         return {"ffn_dim": self.ffn_dim}
 
     @property
     def whole_widths(self) -> dict[str, int]:
-        """Widths of what matrices are multiplied with that every tensor parallel rank has whole, by name."""
+        """Widths of matrix inputs that tensor parallel does not split, by name."""
         return {"dim": self.dim}
 
     @property
     def hf_derived(self) -> dict[str, Any]:
-        """Fields of config.json that follow from others."""
+        """Fields of config.json that follow from other fields."""
         return {}
 
     def has_window(self, layer: int) -> bool:
@@ -85,7 +85,7 @@ class TransformerConfig:
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)
 
     def keys_seen(self, layer: int, seq_len: int) -> tuple[float, float]:
-        """Keys of a query: those that PaLM counts, which are all up to the window, and the mean of those it sees."""
+        """Keys per query, counted in two ways: all keys up to the window (PaLM), and the mean number of those seen."""
         if self.window is None or not self.has_window(layer) or self.window >= seq_len:
             return seq_len, seq_len / 2
         return self.window, self.window - self.window * (self.window - 1) / (2 * seq_len)

@@ -1,7 +1,11 @@
-"""DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437): latent attention; experts but in the first layers.
+"""DeepSeek-V2 and V3 (arXiv:2405.04434, arXiv:2412.19437): latent attention, and experts after the first layers.
 
-Shapes are named as in models/layers.py; beside them R width of the latent of keys and values, N and P widths of the
-parts of a head that have no position and that have one (K = N + P), W width of a value, E of what is split further.
+Shapes are named as in models/layers.py. Further letters:
+
+- R: width of the latent of keys and values
+- N, P: widths of the parts of a head without and with RoPE (K = N + P)
+- W: width of a value
+- E: a width that is split further
 """
 
 from collections.abc import Mapping
@@ -22,9 +26,9 @@ from models.transformer import Block
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(MixtureConfig):
-    """What all sizes have in common. Each head has a key and a value of its own."""
+    """Defaults that all flavors share. There are as many keys and values as query heads."""
 
-    hf_fields: ClassVar[dict[str, str]] = {ours: theirs for ours, theirs in FIELDS.items() if ours != "head_size"} | {
+    hf_fields: ClassVar[dict[str, str]] = {name: hf_name for name, hf_name in FIELDS.items() if name != "head_size"} | {
         "n_dense_layers": "first_k_dense_replace",
         "q_lora_rank": "q_lora_rank",
         "kv_lora_rank": "kv_lora_rank",
@@ -55,9 +59,9 @@ class DeepseekV3Config(MixtureConfig):
     }
 
     n_dense_layers: int
-    """First layers, which have a feed-forward of width ffn_dim in place of experts."""
+    """Number of first layers, which have a feed-forward of width ffn_dim instead of experts."""
     q_lora_rank: int | None = None
-    """Width of the queries' latent; None for queries that are projected at once."""
+    """Width of the queries' latent; None: queries are projected directly."""
     kv_lora_rank: int = 512
     nope_dim: int = 128
     rope_dim: int = 64
@@ -94,10 +98,13 @@ class DeepseekV3Config(MixtureConfig):
         return {"topk_method": "greedy" if self.n_groups == 1 else "group_limited_greedy", "norm_topk_prob": False}
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes that the family does not have."""
+        """Raises ValueError if n_kv_heads differs from n_heads, or if head_size is set."""
         super().__post_init__()
         if self.n_kv_heads != self.n_heads or self.head_size is not None:
-            raise ValueError(f"{self.n_heads} heads have as many keys and values, of widths nope_dim, rope_dim, v_dim")
+            raise ValueError(
+                f"n_kv_heads = {self.n_kv_heads}, head_size = {self.head_size}: {self.n_heads} heads need as many keys "
+                f"and values; use n_kv_heads = {self.n_heads}, and set widths by nope_dim, rope_dim and v_dim"
+            )
 
 
 def _v2(**sizes: Any) -> DeepseekV3Config:
@@ -167,13 +174,14 @@ FLAVORS = {
 
 
 _LATENT_EPS = 1e-6
-"""Of the norms of latents, whatever norm_eps is, as in transformers."""
+"""Epsilon of the latents' norms, which do not use norm_eps, as in transformers."""
 
 
 class LatentAttention(nn.Module):
-    """Attention whose keys and values are made of one narrow latent a token (arXiv:2405.04434, section 2.1).
+    """Attention whose keys and values are projected from one narrow latent per token (arXiv:2405.04434, section 2.1).
 
-    A head's key is its own part of width N and a rotated part of width P that all heads share.
+    The key of a head has a part of width N, which differs between heads, and a rotated part of width P, which all
+    heads share.
     """
 
     def __init__(self, config: DeepseekV3Config) -> None:
@@ -191,7 +199,7 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(config.kv_lora_rank, keys_and_values, bias=False)
         self.wo = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
         scaling = config.rope_scaling
-        # All logits are multiplied: the part of a head that is not rotated has no other factor.
+        # YaRN's factor multiplies whole logits, because cosines and sines reach only the rotated part of a head.
         self.query_factor = scaling.spread(scaling.mscale_all_dim) ** 2 if scaling else 1.0
         self.core = AttentionCore()
 
@@ -207,15 +215,16 @@ class LatentAttention(nn.Module):
         if self.query_factor != 1:
             q = q * self.query_factor
         k = torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1)
-        # Zeros make values as wide as keys: all kernels, the ring, parts of sequences and generation take equal widths.
-        # With 128 beside 192, products with values are half as many again, a fifth more of attention in all.
+        # Values are padded with zeros to the width of keys, because all kernels, ring attention, sequence splits and
+        # generation take equal widths. Padding 128 to 192 makes products with values half as expensive again, and
+        # attention as a whole a fifth more expensive.
         v = F.pad(v_BSHW, (0, config.head_dim - config.v_dim))
         out_BSHK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible).transpose(1, 2)
         return self.wo(out_BSHK[..., : config.v_dim].flatten(2))
 
 
 def _halves(x_BSHP: Tensor) -> Tensor:
-    """The published order rotates 2 i against 2 i + 1; apply_rotary rotates i against i + P / 2."""
+    """Reorder columns: published weights rotate 2 i against 2 i + 1, and apply_rotary rotates i against i + P / 2."""
     return x_BSHP.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
@@ -223,7 +232,7 @@ _ATTENTION = "model.layers.*.self_attn"
 
 
 class DeepseekV3(MixtureTransformer):
-    """DeepSeek-V3; V2 with scores by softmax."""
+    """DeepSeek-V3, or DeepSeek-V2 if the score is softmax."""
 
     kinds: ClassVar[dict[str, Kind]] = MixtureTransformer.kinds | {
         "layers.*.attention.w*_[ab]": MATRIX,
@@ -251,23 +260,23 @@ class DeepseekV3(MixtureTransformer):
             self.hf_type, self.hf_class = "deepseek_v2", "DeepseekV2ForCausalLM"
 
     def make_layer(self, layer: int) -> nn.Module:
-        """The layer with this number, from 0, with latent attention in place of the shared one."""
+        """The layer with this number, counted from 0; it has latent attention."""
         config: Any = self.config
         block: Any = (Block if layer < config.n_dense_layers else MixtureBlock)(config)
         block.attention = LatentAttention(config)
         return block
 
     def hf_name(self, name: str) -> str | Part:
-        """Hugging Face's name of a parameter: V2's files have no place for biases of routers."""
-        nowhere = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
-        return "" if nowhere else super().hf_name(name)
+        """Hugging Face's name of a parameter; empty for router biases in V2, whose files have none."""
+        is_absent = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
+        return "" if is_absent else super().hf_name(name)
 
     def hf_ignores(self, there: str) -> bool:
-        """Also the layer behind the last, which predicts a second token: published files have it."""
+        """Also ignores the extra layer n_layers of published files, which predicts a second token."""
         return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json, without the layer that predicts a second token."""
+        """The content of config.json, which says that no layer predicts a second token."""
         return super().hf_config() | {"num_nextn_predict_layers": 0}
 
 

@@ -1,6 +1,6 @@
-"""Attention by torch's FlexAttention (arXiv:2412.05496): of blocks of 128 queries and 128 keys only some are computed.
+"""Attention by torch's FlexAttention (arXiv:2412.05496), which skips blocks of 128 x 128 pairs that are not visible.
 
-No tensor of all pairs of queries and keys is made. On a CPU it has no backward.
+No S x T tensor is made. FlexAttention has no backward on a CPU.
 """
 
 from functools import cache
@@ -14,80 +14,83 @@ from models.visible import Visible
 
 BLOCK = 128
 LEAST_WIDTH = 16
-"""Width of a head: torch's kernel on a GPU takes no less. Narrower heads are padded with zeros, which add nothing."""
+"""Smallest head width of torch's GPU kernel. Narrower heads are padded with zeros, which change no result."""
 Range = tuple[Tensor, Tensor]
-"""First and last of a block, or smallest and largest; of blocks of queries (.., R, 1), of keys (.., 1, C)."""
+"""(lowest, highest) position or document of each block: (..., R, 1) for query blocks, (..., 1, C) for key blocks."""
 
 
 def blocks(visible: Visible) -> Any:
-    """torch's BlockMask: which blocks of keys a block of queries sees in part, and which as a whole."""
+    """torch's BlockMask: the key blocks that each query block sees in part, and those that it sees in full."""
     from torch.nn.attention.flex_attention import BlockMask  # 1 s to import
 
     before, documents_BT, window = visible.before, visible.documents_BT, visible.window
-    own_BS = visible.query_documents_BS
+    query_documents_BS = visible.query_documents_BS
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = query + before
-        seen = place >= key
+        position = query + before
+        seen = position >= key
         if window is not None:
-            seen = seen & (place - key < window)
-        if documents_BT is not None and own_BS is not None:
-            seen = seen & (own_BS[row, query] == documents_BT[row, key])
+            seen = seen & (position - key < window)
+        if documents_BT is not None and query_documents_BS is not None:
+            seen = seen & (query_documents_BS[row, query] == documents_BT[row, key])
         return seen
 
     rows, columns = (_starts(count, visible.device) for count in (visible.queries, visible.keys))
-    row = rows[:, None] + before, (rows[:, None] + BLOCK).clamp(max=visible.queries) - 1 + before
-    column = columns[None], (columns[None] + BLOCK).clamp(max=visible.keys) - 1
-    some, all_ = row[1] >= column[0], row[0] >= column[1]
+    first_query = rows[:, None] + before
+    last_query = (rows[:, None] + BLOCK).clamp(max=visible.queries) - 1 + before
+    first_key, last_key = columns[None], (columns[None] + BLOCK).clamp(max=visible.keys) - 1
+    any_pair, every_pair = last_query >= first_key, first_query >= last_key
     if window is not None:
-        some, all_ = some & (row[0] - column[1] < window), all_ & (row[1] - column[0] < window)
-    some, all_ = some[None], all_[None]
-    if documents_BT is not None and own_BS is not None:
-        low, high = _documents(own_BS, rows, -1)
-        other_low, other_high = _documents(documents_BT, columns, -2)
-        some = some & (low <= other_high) & (other_low <= high)
-        all_ = all_ & (low == high) & (other_low == other_high) & (low == other_low)
-    # A block that is cut off at the end is never whole.
-    whole = (rows + BLOCK <= visible.queries)[:, None] & (columns + BLOCK <= visible.keys)
-    parts = _listed(some & ~(all_ & whole)) + _listed(some & all_ & whole)
+        any_pair = any_pair & (first_query - last_key < window)
+        every_pair = every_pair & (last_query - first_key < window)
+    any_pair, every_pair = any_pair[None], every_pair[None]
+    if documents_BT is not None and query_documents_BS is not None:
+        query_low, query_high = _documents(query_documents_BS, rows, -1)
+        key_low, key_high = _documents(documents_BT, columns, -2)
+        any_pair = any_pair & (query_low <= key_high) & (key_low <= query_high)
+        every_pair = every_pair & (query_low == query_high) & (key_low == key_high) & (query_low == key_low)
+    # A block that reaches past the last query or key is never full.
+    complete = (rows + BLOCK <= visible.queries)[:, None] & (columns + BLOCK <= visible.keys)
+    full = every_pair & complete
+    parts = _listed(any_pair & ~full) + _listed(any_pair & full)
     return BlockMask.from_kv_blocks(*parts, BLOCK, sees, (visible.queries, visible.keys))
 
 
 def blocks_unless_causal(visible: Visible) -> Any:
-    """None for the plain causal mask, for which torch has faster kernels."""
+    """The BlockMask, or None for the plain causal mask, for which torch has faster kernels."""
     return None if visible.is_causal else blocks(visible)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """A kernel of models/attention.py."""
+    """The `attend` of a Kernel (models/attention.py)."""
     return _run(q, k, v, visible.made)[..., : v.shape[3]]
 
 
 def attend_with_logsumexp(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> tuple[Tensor, Tensor]:
-    """The result, and (B, H, S) the log-sum-exp of each query's logits: -inf for a query that sees no key."""
+    """The result (B, H, S, K), and each query's log-sum-exp of logits (B, H, S): -inf for a query that sees no key."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     width = v.shape[3]
-    out, more = _run(q, k, v, mask, return_aux=AuxRequest(lse=True))
-    return out[..., :width], more.lse
+    out, aux = _run(q, k, v, mask, return_aux=AuxRequest(lse=True))
+    return out[..., :width], aux.lse
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
-    """The kernel's result, whose heads are as wide as those of v or LEAST_WIDTH."""
+    """The kernel's result; its heads are as wide as those of v, but at least LEAST_WIDTH."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    alone = q.device.type != "cpu" and not torch.compiler.is_compiling()
-    run: Any = _compiled() if alone else flex_attention
+    uncompiled = q.device.type != "cpu" and not torch.compiler.is_compiling()
+    run: Any = _compiled() if uncompiled else flex_attention
     options |= {"block_mask": mask, "scale": q.shape[3] ** -0.5, "enable_gqa": q.shape[1] != k.shape[1]}
     return run(*(F.pad(x, (0, max(0, LEAST_WIDTH - x.shape[3]))) for x in (q, k, v)), **options)
 
 
 @cache
 def _compiled() -> Any:
-    """On a GPU the kernel exists only compiled.
+    """The compiled flex_attention; on a GPU the kernel exists only compiled.
 
-    Each shape, window and place of the first query has a kernel of its own: with a window a ring of 4 ranks takes 12.
-    After 8 torch would compute whole scores in float32 without a word.
+    Each combination of shape, window and first query's position compiles one kernel: a ring of 4 ranks with a window
+    needs 12. torch allows 8 by default, and silently computes whole scores in float32 after that.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -100,14 +103,14 @@ def _starts(count: int, device: torch.device) -> Tensor:
 
 
 def _documents(documents_BT: Tensor, starts: Tensor, dim: int) -> Range:
-    """The smallest and the largest document of each block, (B, R, 1) for dim -1 or (B, 1, C) for dim -2."""
-    places = (starts[:, None] + torch.arange(BLOCK, device=starts.device)).clamp(max=documents_BT.shape[1] - 1)
-    low, high = torch.aminmax(documents_BT[:, places], dim=-1)
+    """The smallest and the largest document of each block: (B, R, 1) for dim -1, (B, 1, C) for dim -2."""
+    positions = (starts[:, None] + torch.arange(BLOCK, device=starts.device)).clamp(max=documents_BT.shape[1] - 1)
+    low, high = torch.aminmax(documents_BT[:, positions], dim=-1)
     return low.unsqueeze(dim), high.unsqueeze(dim)
 
 
 def _listed(blocks_BRC: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row of blocks: how many there are, (B, 1, R), and their numbers before all others, (B, 1, R, C)."""
+    """Per block row: number of set blocks (B, 1, R), and column indices (B, 1, R, C), set ones first."""
     flags = blocks_BRC[:, None].to(torch.int32)
-    numbers = flags.argsort(dim=-1, descending=True, stable=True)
-    return flags.sum(dim=-1, dtype=torch.int32), numbers.to(torch.int32)
+    columns = flags.argsort(dim=-1, descending=True, stable=True)
+    return flags.sum(dim=-1, dtype=torch.int32), columns.to(torch.int32)

@@ -1,4 +1,4 @@
-"""Gemma 3 (arXiv:2503.19786), its model of text: five of six layers have a window, and norms stand on both sides."""
+"""Gemma 3 (arXiv:2503.19786), text only: five of six layers have a window; norms precede and follow each sublayer."""
 
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(TransformerConfig):
-    """What all sizes have in common."""
+    """Defaults that all flavors share."""
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS | {
         "query_size": "query_pre_attn_scalar",
@@ -85,14 +85,14 @@ FLAVORS = {
 
 
 class Norm(nn.RMSNorm):
-    """RMSNorm in float32, times 1 + weight."""
+    """RMSNorm in float32, scaled by 1 + weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
 class Gemma3Attention(Attention):
-    """Attention with these norms of queries and keys."""
+    """Attention that normalizes queries and keys by Norm."""
 
     norm = Norm
 
@@ -105,7 +105,7 @@ class GatedGelu(FeedForward):
 
 
 class Gemma3Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before it and one after, and a residual around all."""
+    """One layer: attention and feed-forward, each with a norm before and after it, inside a residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ _NORM = replace(NORM, zero=True)
 
 
 class Gemma3(Transformer):
-    """Gemma 3, text."""
+    """Gemma 3, text only."""
 
     block = Gemma3Block
     final_norm = Norm
@@ -146,7 +146,7 @@ class Gemma3(Transformer):
     hf_class = "Gemma3ForCausalLM"
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the table times sqrt(D), which is rounded to their precision."""
+        """Tokens (B, S) -> embeddings (B, S, D), times sqrt(D) rounded to their precision."""
         x_BSD = super().embed(tokens)
         return x_BSD * torch.tensor(self.config.dim**0.5, dtype=x_BSD.dtype)
 

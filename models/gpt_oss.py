@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv:2508.10925): its published sizes. Every layer has experts, every other one a window."""
+"""gpt-oss (arXiv:2508.10925) in its published sizes. Every layer has experts, and every other layer has a window."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ from models.hugging_face import Part
 from models.moe import MixtureConfig, MixtureTransformer
 from models.rotary import RopeScaling
 
-_THERE = "model.layers.*.mlp.experts"
+_HF_EXPERTS = "model.layers.*.mlp.experts"
 _STRETCHED = RopeScaling("yarn", 32.0, 4096, truncate=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(MixtureConfig):
-    """What all sizes have in common. ffn_dim is of layers without experts, of which there are none."""
+    """Defaults that all flavors share. ffn_dim, the width of layers without experts, is not used."""
 
     hf_fields: ClassVar[dict[str, str]] = {
-        **{ours: theirs for ours, theirs in TransformerConfig.hf_fields.items() if ours != "ffn_dim"},
+        **{name: hf_name for name, hf_name in TransformerConfig.hf_fields.items() if name != "ffn_dim"},
         "n_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
         "expert_dim": "intermediate_size",
@@ -91,12 +91,12 @@ class GptOss(MixtureTransformer):
         "layers.*.attention.sinks.weight": "model.layers.*.self_attn.sinks",
         "layers.*.feed_forward.router": "model.layers.*.mlp.router",
         "layers.*.feed_forward.router.logit_bias": "model.layers.*.mlp.router.bias",
-        "layers.*.feed_forward.experts.w1": Part(f"{_THERE}.gate_up_proj", transposed=True, first=0, step=2),
-        "layers.*.feed_forward.experts.w2": Part(f"{_THERE}.down_proj", transposed=True),
-        "layers.*.feed_forward.experts.w3": Part(f"{_THERE}.gate_up_proj", transposed=True, first=1, step=2),
-        "layers.*.feed_forward.experts.b1": Part(f"{_THERE}.gate_up_proj_bias", first=0, step=2),
-        "layers.*.feed_forward.experts.b2": f"{_THERE}.down_proj_bias",
-        "layers.*.feed_forward.experts.b3": Part(f"{_THERE}.gate_up_proj_bias", first=1, step=2),
+        "layers.*.feed_forward.experts.w1": Part(f"{_HF_EXPERTS}.gate_up_proj", transposed=True, first=0, step=2),
+        "layers.*.feed_forward.experts.w2": Part(f"{_HF_EXPERTS}.down_proj", transposed=True),
+        "layers.*.feed_forward.experts.w3": Part(f"{_HF_EXPERTS}.gate_up_proj", transposed=True, first=1, step=2),
+        "layers.*.feed_forward.experts.b1": Part(f"{_HF_EXPERTS}.gate_up_proj_bias", first=0, step=2),
+        "layers.*.feed_forward.experts.b2": f"{_HF_EXPERTS}.down_proj_bias",
+        "layers.*.feed_forward.experts.b3": Part(f"{_HF_EXPERTS}.gate_up_proj_bias", first=1, step=2),
     }
     hf_type = "gpt_oss"
     hf_class = "GptOssForCausalLM"

@@ -1,4 +1,4 @@
-"""Products of rows with the matrices of their experts, and the way from tokens to rows and back.
+"""Grouped matrix products of experts, and the gather of tokens into rows and back.
 
 Shapes are named as in models/moe.py.
 """
@@ -18,10 +18,15 @@ from models.nf4 import is_packed, unpack
 def grouped_feed_forward(
     rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor], activation: str, scale: float = 1.0
 ) -> Tensor:
-    """The first counts_E[0] rows by the first expert, and so on.
+    """The experts' feed-forward: the first counts_E[0] rows go through the first expert, and so on.
 
-    parameters: w1 and w3 (E, F, D) and w2 (E, D, F), and their biases b1, b3 (E, F) and b2 (E, D), if there are any;
-    and adapters of any of the matrices, as w1_lora_A (E, r, D) and w1_lora_B (E, F, r). scale: of what these add.
+    parameters:
+
+    - w1 and w3 (E, F, D), and w2 (E, D, F)
+    - optional biases: b1 and b3 (E, F), and b2 (E, D)
+    - optional adapters of any of the matrices, for example w1_lora_A (E, r, D) and w1_lora_B (E, F, r)
+
+    scale: factor of the adapters' products.
     """
     ends = counts_E.cumsum(0).to(torch.int32)
     expert_R = None
@@ -40,19 +45,19 @@ def grouped_feed_forward(
 
 
 def grouped_low_rank(rows: Tensor, lora_A: Tensor, lora_B: Tensor, ends: Tensor, scale: float) -> Tensor:
-    """scale B A x of each row x (R, in), by A (E, r, in) and B (E, out, r) of its expert."""
-    if missing := -lora_A.shape[1] % (16 // rows.itemsize):  # strides are multiples of 16 bytes
-        lora_A, lora_B = F.pad(lora_A, (0, 0, 0, missing)), F.pad(lora_B, (0, missing))
+    """scale B A x for each row x (R, in), with A (E, r, in) and B (E, out, r) of the row's expert."""
+    if padding := -lora_A.shape[1] % (16 // rows.itemsize):  # grouped_mm needs strides of whole 16 bytes
+        lora_A, lora_B = F.pad(lora_A, (0, 0, 0, padding)), F.pad(lora_B, (0, padding))
     return _GroupedProduct.apply(_GroupedProduct.apply(rows, lora_A, ends) * scale, lora_B, ends)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """arXiv:2002.05202."""
+    """SwiGLU (arXiv:2002.05202)."""
     return F.silu(gate) * up
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's (arXiv:2508.10925)."""
+    """The SwiGLU of gpt-oss, with clamped inputs (arXiv:2508.10925)."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * (1.702 * gate).sigmoid() * (up + 1)
 
@@ -62,30 +67,33 @@ _ACTIVATIONS = {"swiglu": swiglu, "clamped_swiglu": clamped_swiglu}
 
 @torch.library.custom_op("meshwright::grouped_product", mutates_args=())
 def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """F.grouped_mm, which refuses float32 tensors without memory: (R, K) x (E, K, N) or (M, R) x (R, N)."""
+    """(R, K) x (E, K, N) -> (R, N), or (M, R) x (R, N) -> (E, M, N), where expert e has the rows up to ends[e].
+
+    A custom operation, because F.grouped_mm rejects float32 tensors on the meta device.
+    """
     return _product_by_windows(left, right, ends.tolist()) if left.is_cpu else F.grouped_mm(left, right, offs=ends)
 
 
 def _product_by_windows(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
-    """On a CPU: each product is of 16, 32, 48 ... rows, since oneDNN makes a kernel for each number of rows."""
+    """grouped_product on a CPU, by products of 16, 32, 48 ... rows: oneDNN builds a kernel for each number of rows."""
     if right.ndim == 3:
         out = left.new_empty(len(left), right.shape[-1])
         for expert, (first, last, window) in enumerate(_windows(ends, len(left))):
             if window.start == first:
-                torch.mm(left[window], right[expert], out=out[window])  # the next experts overwrite what is theirs
+                torch.mm(left[window], right[expert], out=out[window])  # the next experts overwrite their rows
             else:
                 out[first:last] = torch.mm(left[window], right[expert])[first - window.start : last - window.start]
         return out
-    out, kept = left.new_empty(len(ends), len(left), right.shape[-1]), torch.empty_like(left.T)
+    out, buffer = left.new_empty(len(ends), len(left), right.shape[-1]), torch.empty_like(left.T)
     for expert, (first, last, window) in enumerate(_windows(ends, len(right))):
-        padded = kept[: window.stop - window.start].zero_()
+        padded = buffer[: window.stop - window.start].zero_()
         padded[first - window.start : last - window.start] = left.T[first:last]
         torch.mm(padded.T, right[window], out=out[expert])
     return out
 
 
 def _windows(ends: list[int], rows: int) -> Iterator[tuple[int, int, slice]]:
-    """Of each expert: its first row, their end, and these with rows of its neighbours: a multiple of 16, or all."""
+    """Yields (first, end, window) per expert; the window is widened to a multiple of 16 rows, or to all rows."""
     for first, last in itertools.pairwise([0, *ends]):
         count = min(-(-(last - first) // 16) * 16, rows)
         start = min(first, rows - count)
@@ -99,9 +107,9 @@ def _(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """rows (R, K) times the transposed matrix (N, K), which may be packed, of each expert.
+    """Rows (R, K) times the transposed matrix (N, K) of their expert. Matrices may be packed (models/nf4.py).
 
-    Rows are kept if matrices have a gradient, and packed matrices as they are.
+    Backward saves rows only if matrices need a gradient. Packed matrices are saved packed.
     """
 
     @staticmethod
@@ -114,9 +122,9 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Any:
         rows, weights, ends = context.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = grouped_product(gradient, _wide(weights, gradient), ends) if context.needs_input_grad[0] else None
-        of_weights = grouped_product(gradient.T, rows, ends) if context.needs_input_grad[1] else None
-        return of_rows, of_weights, None
+        grad_rows = grouped_product(gradient, _wide(weights, gradient), ends) if context.needs_input_grad[0] else None
+        grad_weights = grouped_product(gradient.T, rows, ends) if context.needs_input_grad[1] else None
+        return grad_rows, grad_weights, None
 
 
 def _wide(weights: Tensor, rows: Tensor) -> Tensor:
@@ -124,7 +132,7 @@ def _wide(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 class _OfRows(torch.autograd.Function):
-    """A vector of each expert (E, F) -> that of each row (R, F). Backward sums in a fixed order."""
+    """Bias (E, F) of the experts -> bias (R, F) of each row. Backward sums in a fixed order."""
 
     @staticmethod
     def forward(context: Any, bias_EF: Tensor, expert_R: Tensor, ends: Tensor) -> Tensor:
@@ -135,13 +143,13 @@ class _OfRows(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         (ends,) = context.saved_tensors
-        ones = gradient.new_ones((len(gradient), 16 // gradient.itemsize))  # strides are multiples of 16 bytes
-        # The fused optimizer takes gradients for contiguous, and a split backward sets them as they are.
+        ones = gradient.new_ones((len(gradient), 16 // gradient.itemsize))  # grouped_mm needs strides of whole 16 bytes
+        # The fused optimizer assumes contiguous gradients, and a split backward stores gradients as they are.
         return grouped_product(ones.T, gradient.contiguous(), ends)[:, 0].contiguous(), None, None
 
 
 class ToRows(torch.autograd.Function):
-    """Tokens (T, D) -> rows (R, D). Backward adds up a token's rows in a fixed order."""
+    """Tokens (T, D) -> rows (R, D). Backward sums the rows of each token in a fixed order."""
 
     @staticmethod
     def forward(context: Any, x_TD: Tensor, tokens_R: Tensor, rows_TC: Tensor) -> Tensor:
@@ -156,7 +164,7 @@ class ToRows(torch.autograd.Function):
 
 
 class FromRows(torch.autograd.Function):
-    """Rows (R, D) and weights (T, C) -> the weighted sum of each token's rows (T, D), in a fixed order."""
+    """Rows (R, D) and weights (T, C) -> weighted sum of each token's rows (T, D), in a fixed order."""
 
     @staticmethod
     def forward(context: Any, rows_RD: Tensor, weights_TC: Tensor, order_R: Tensor, rows_TC: Tensor) -> Tensor:
@@ -167,6 +175,6 @@ class FromRows(torch.autograd.Function):
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> Any:
         rows_RD, weights_TC, order_R, rows_TC = context.saved_tensors
-        of_rows = gradient[order_R // rows_TC.shape[1]]
-        of_weights = torch.linalg.vecdot(of_rows, rows_RD)[rows_TC]
-        return of_rows.mul_(weights_TC.flatten()[order_R, None]), of_weights, None, None
+        grad_rows = gradient[order_R // rows_TC.shape[1]]
+        grad_weights = torch.linalg.vecdot(grad_rows, rows_RD)[rows_TC]
+        return grad_rows.mul_(weights_TC.flatten()[order_R, None]), grad_weights, None, None

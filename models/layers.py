@@ -1,4 +1,4 @@
-"""Layers that the model families share, in plain single-device PyTorch.
+"""Layers shared by the model families, in plain single-device PyTorch.
 
 Shapes are named by letters: B batch, S sequence, D model width, H heads, G key/value heads, K head size,
 F feed-forward width, V vocabulary.
@@ -20,25 +20,25 @@ from models.rotary import apply_rotary
 
 
 class Sinks(nn.Module):
-    """A logit of each head that no key has."""
+    """One learned logit per head, which belongs to no key."""
 
     def __init__(self, n_heads: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_heads))
 
     def forward(self) -> Tensor:
-        """(H,), of the heads that are computed here."""
+        """The sinks (H,) of the heads that this rank computes."""
         return self.weight
 
 
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (arXiv:2305.13245).
 
-    With qk_norm, queries and keys are normed before they are rotated, each head by itself (arXiv:2302.05442).
+    With qk_norm, queries and keys are normalized per head, before RoPE (arXiv:2302.05442).
     """
 
     norm: type[nn.Module] = nn.RMSNorm
-    """The class of the norms."""
+    """Class of the norms of queries and keys."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -81,17 +81,17 @@ class FeedForward(nn.Module):
 
 
 class Head(nn.Linear):
-    """Projection to the vocabulary; with labels, the loss."""
+    """Projection to the vocabulary. Given labels, it computes the loss instead of logits."""
 
     def __init__(self, dim: int, vocab_size: int) -> None:
         super().__init__(dim, vocab_size, bias=False)
         self.objective = OBJECTIVES["next_token"]
         self.softmax: Softmax = softmax
-        """The softmax of a chunk of logits; tensor parallel replaces it."""
+        """Computes the softmax of a chunk of logits; tensor parallel replaces this function."""
         self.chunk_loss: Callable[..., Any] = chunk_loss
-        """Compile replaces it."""
+        """Computes the loss of a chunk; compile replaces this function."""
         self.logged: Tensor | None = None
-        """Sums of what the objective logs, over tokens since they were last taken."""
+        """Sums of the numbers that the objective logs, over all tokens since the sums were last taken."""
 
     def forward(  # type: ignore[override]
         self, x_BSD: Tensor, labels_BS: Tensor | None = None, **columns: Tensor
@@ -100,7 +100,7 @@ class Head(nn.Linear):
         return super().forward(x_BSD) if labels_BS is None else self.loss(x_BSD, self.weight, labels_BS, columns)
 
     def loss(self, x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """The summed loss with these weights, of which a rank may have some rows alone."""
+        """The summed loss for these weights, which may be a rank's rows alone."""
         of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=self.objective.terms)
         total, *logged = linear_loss(x_BSD, weight_VD, labels_BS, of_chunk, columns)
         if logged and torch.is_grad_enabled():  # validation is not logged

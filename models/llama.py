@@ -1,4 +1,4 @@
-"""Llama 3 (arXiv:2407.21783): its published sizes."""
+"""Llama 3 (arXiv:2407.21783) in its published sizes."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TransformerConfig):
-    """What all sizes have in common."""
+    """Defaults that all flavors share."""
 
     n_kv_heads: int = 8
     vocab_size: int = 128_256

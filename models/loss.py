@@ -1,6 +1,6 @@
-"""The loss of the head's logits, by chunks of tokens, so that logits are never held whole.
+"""The loss of the head's logits, in chunks of tokens, so that memory never holds all logits.
 
-Logits are the largest activation of a model with a large vocabulary. Here forward makes one chunk of logits at a time,
+Logits are the largest activation of a model with a large vocabulary. Forward makes one chunk of logits at a time,
 computes the chunk's loss and the gradients of hidden states and weights, and frees the chunk. Backward only scales the
 gradients (arXiv:2410.10989, section 3.2).
 """
@@ -30,17 +30,20 @@ class Probabilities(NamedTuple):
 
 
 Softmax = Callable[[Tensor, Tensor], Probabilities]
-"""(logits (T, V), labels (T,), -100 for none)"""
+"""(logits (T, V), labels (T,), -100 for no label) -> Probabilities."""
 ChunkLoss = Callable[..., tuple[list[Tensor], Tensor]]
 """(logits (T, V), labels (T,), **columns (T,)) -> [summed loss, *logged sums], and the loss's gradient (T, V)."""
 
 CHUNK = {"cpu": (256, 2**23), "cuda": (2048, 2**29)}
-"""By device: the least tokens of a chunk, and the bytes of its logits in float32 where the vocabulary is small. About a
-cache of a CPU (tests/benchmarks/loss.py); enough to keep a GPU busy, since each chunk adds to the weight's gradient."""
+"""Device type -> (least tokens of a chunk, bytes of its float32 logits if these are more tokens).
+
+On a CPU the bytes are about one cache (tests/benchmarks/loss.py). On a GPU they suffice to keep it busy, because each
+chunk adds to the weight's gradient.
+"""
 
 
 def chunk_tokens(device_type: str, vocabulary: int) -> int:
-    """Tokens of a chunk, for this rank's part of the vocabulary."""
+    """Tokens of a chunk, for the vocabulary size of this rank's shard."""
     least, size = CHUNK[device_type]
     return max(least, size // (4 * vocabulary))
 
@@ -52,7 +55,7 @@ def linear_loss(
     chunk_loss: ChunkLoss,
     columns: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The float32 sum of losses of hidden states times weights, over labels that are not -100; then the logged sums."""
+    """The float32 sum of losses over labels that are not -100, for the logits hidden_BSD weight_VD^T; then logged sums."""
     flat = {name: column.flatten() for name, column in (columns or {}).items()}
     return _LinearLoss.apply(
         hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), chunk_loss, flat, torch.is_grad_enabled()
@@ -62,7 +65,7 @@ def linear_loss(
 def softmax(logits: Tensor, labels: Tensor) -> Probabilities:
     """The Softmax of one device."""
     probabilities = logits.softmax(dim=1, dtype=torch.float32)
-    # The largest probability is never too small for its logarithm.
+    # The largest probability is at least 1 / V, so its logarithm is finite.
     log_total = logits.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
     column = labels[:, None].clamp(min=0)
     return Probabilities(
@@ -75,10 +78,10 @@ def chunk_loss(
 ) -> tuple[list[Tensor], Tensor]:
     """A ChunkLoss, given how the softmax is computed and the terms of an objective."""
     valid, found = (labels != -100)[:, None], softmax(logits, labels)
-    of_tokens = terms(found.log_total, found.label_logit, **{name: column[:, None] for name, column in columns.items()})
-    sums = [(each * valid).sum() for each in (of_tokens.loss, *of_tokens.logged)]
-    gradient = found.values.mul_(of_tokens.by_log_total * valid)
-    return sums, gradient.scatter_add_(1, found.column, of_tokens.by_label_logit * (valid & found.is_here).float())
+    token_terms = terms(found.log_total, found.label_logit, **{name: column[:, None] for name, column in columns.items()})
+    sums = [(each * valid).sum() for each in (token_terms.loss, *token_terms.logged)]
+    gradient = found.values.mul_(token_terms.by_log_total * valid)
+    return sums, gradient.scatter_add_(1, found.column, token_terms.by_label_logit * (valid & found.is_here).float())
 
 
 class _LinearLoss(torch.autograd.Function):
@@ -93,10 +96,9 @@ class _LinearLoss(torch.autograd.Function):
         with_gradient: bool,
     ) -> tuple[Tensor, ...]:
         totals: list[Tensor] = []
-        # Sums over chunks are kept in float32.
         wanted = [with_gradient and needed for needed in ctx.needs_input_grad[:2]]
-        of_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
-        of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        grad_hidden = torch.empty_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None  # summed over chunks
         chunk = chunk_tokens(hidden.device.type, len(weight))
         for start in range(0, max(1, len(hidden)), chunk):
             rows = slice(start, start + chunk)
@@ -106,27 +108,27 @@ class _LinearLoss(torch.autograd.Function):
             if not any(wanted):
                 continue
             gradient = gradient.to(hidden.dtype)
-            if of_hidden is not None:
-                torch.mm(gradient, weight, out=of_hidden[rows])
-            if of_weight is None:
+            if grad_hidden is not None:
+                torch.mm(gradient, weight, out=grad_hidden[rows])
+            if grad_weight is None:
                 continue
             if weight.dtype == torch.float32:
-                of_weight.addmm_(gradient.T, hidden[rows])
-            elif weight.is_cuda:  # the product is never rounded, and no other kernel adds it
-                torch.addmm(of_weight, gradient.T, hidden[rows], out_dtype=torch.float32, out=of_weight)
+                grad_weight.addmm_(gradient.T, hidden[rows])
+            elif weight.is_cuda:  # one kernel multiplies and adds, and does not round the product
+                torch.addmm(grad_weight, gradient.T, hidden[rows], out_dtype=torch.float32, out=grad_weight)
             else:
-                of_weight += gradient.T @ hidden[rows]
-        ctx.save_for_backward(of_hidden, of_weight)
+                grad_weight += gradient.T @ hidden[rows]
+        ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(*totals[1:])
         return tuple(totals)
 
     @staticmethod
-    def backward(ctx: Any, scale: Tensor, *of_logged: Tensor) -> tuple[Tensor | None, ...]:
-        of_hidden, of_weight = ctx.saved_tensors
+    def backward(ctx: Any, scale: Tensor, *grad_logged: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight = ctx.saved_tensors
         # The scale is float32 and has no dimensions: it is not rounded, and the product keeps its type.
         return (
-            None if of_hidden is None else of_hidden * scale,
-            None if of_weight is None else (of_weight * scale).to(ctx.weight_dtype),
+            None if grad_hidden is None else grad_hidden * scale,
+            None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),
             *(None, None, None, None),
         )

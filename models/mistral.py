@@ -1,4 +1,4 @@
-"""Mistral 7B (arXiv:2310.06825): its first version, whose layers all have a window, and its third, which has none."""
+"""Mistral 7B (arXiv:2310.06825): v0.1, whose layers all have a window, and v0.3, which has no window."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class MistralConfig(TransformerConfig):
-    """What all sizes have in common."""
+    """Defaults that all flavors share."""
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window"}
     hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}

@@ -1,7 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many feed-forward layers (arXiv:1701.06538).
 
-Shapes are named as in models/layers.py; beside them T tokens, E experts, C chosen experts of a token, R rows: a row is
-a token for one of its experts, and rows are in the order of experts.
+Shapes are named as in models/layers.py. Further letters: T tokens, E experts, C chosen experts per token, R rows. A row
+is one pair of a token and a chosen expert; rows are sorted by expert.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ from models.visible import Visible
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(TransformerConfig):
-    """Sizes of a model whose layers each have experts in place of one feed-forward."""
+    """Sizes of a model whose layers have experts instead of one feed-forward."""
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS | {
         "n_experts": "num_experts",
@@ -35,28 +35,28 @@ class MixtureConfig(TransformerConfig):
 
     n_experts: int
     top_k: int
-    """Experts of a token."""
+    """Experts per token."""
     expert_dim: int
     """Feed-forward width of an expert."""
     n_shared: int = 0
-    """Experts that every token passes through: one feed-forward, of so many times the width of an expert."""
+    """Shared experts, which every token passes through: one feed-forward of width n_shared * expert_dim."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """A token's scores, (E,), of the router's logits."""
+    """Function from the router's logits to a token's scores (E,)."""
     normalised: bool = True
-    """The scores of a token's experts are divided by their sum."""
+    """The scores of a token's chosen experts are divided by their sum."""
     route_scale: float = 1.0
-    """Factor of these scores."""
+    """Factor of the chosen experts' scores."""
     n_groups: int = 1
-    """Groups of neighbouring experts; a token's experts are in a few of them. A group counts by its best expert
-    (softmax: arXiv:2405.04434), or by the sum of its two best (sigmoid: arXiv:2412.19437)."""
+    """Groups of neighbouring experts; a token's experts come from top_groups of the groups. A group's score is that of
+    its best expert (softmax: arXiv:2405.04434), or the sum of its two best (sigmoid: arXiv:2412.19437)."""
     top_groups: int = 1
-    """Groups of a token."""
+    """Groups per token."""
     router_bias: bool = False
     """The router's logits have biases."""
     expert_bias: bool = False
-    """The products of experts have biases."""
+    """The experts' matrix products have biases."""
     activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """Of experts (models/grouped.py)."""
+    """Activation of the experts (models/grouped.py)."""
 
     @property
     def shared_dim(self) -> int:
@@ -68,35 +68,42 @@ class MixtureConfig(TransformerConfig):
         return {"n_shared x expert_dim": self.shared_dim} if self.n_shared else {}
 
     def __post_init__(self) -> None:
-        """Raises ValueError for sizes with which nothing could be trained."""
+        """Raises ValueError if the router could not learn, or if the experts of a token do not fit into its groups."""
         if self.top_k == 1 and self.normalised:
-            raise ValueError("the score of a single expert, divided by itself, is 1: the router would learn nothing")
+            raise ValueError(
+                "top_k = 1, normalised = True: a score divided by itself is 1, and the router would learn nothing; "
+                "use top_k of 2 or more, or normalised = False"
+            )
         if self.n_experts % self.n_groups or self.top_k > self.n_experts // self.n_groups * self.top_groups:
-            raise ValueError(f"{self.n_experts} experts in {self.n_groups} groups, {self.top_groups} of a token")
+            raise ValueError(
+                f"top_k = {self.top_k}, top_groups = {self.top_groups}: do not fit {self.n_experts} experts in "
+                f"{self.n_groups} groups; use n_groups that divides n_experts, and top_k of at most "
+                "n_experts / n_groups * top_groups"
+            )
 
 
 _TINY = 1e-20
-"""Added to sums of scores, as in transformers: all sigmoids of a token may be 0."""
+"""Added to sums of scores, as in transformers, because all sigmoids of a token may be 0."""
 EXPERT = Kind("expert")
 BALANCE = Kind("router", multiplied=0, trained=False, zero=True)
 
 
 class Balance(NamedTuple):
-    """Losses that are added to the training loss, of each router: the same at every layout."""
+    """Auxiliary losses of a router, which are added to the training loss. They are equal at every layout."""
 
     sequence_loss: float
-    """Factor of (E / C) sum_e f_e P_e, of each sequence: f_e is the share of rows that expert e has, P_e its mean share
-    of the scores (arXiv:2412.19437, section 2.1.2)."""
+    """Factor of each sequence's loss (E / C) sum_e f_e P_e, where f_e is expert e's share of rows, and P_e its mean
+    share of the scores (arXiv:2412.19437, section 2.1.2)."""
     z_loss: float
-    """Factor of the square of the logits' log-sum-exp, of each token (arXiv:2202.08906)."""
+    """Factor of each token's squared log-sum-exp of logits (arXiv:2202.08906)."""
     length: int
-    """Tokens of a sequence, on all ranks."""
+    """Tokens of a sequence, over all ranks."""
     summed: Callable[[Tensor], Tensor] = lambda counts: counts
-    """Adds up counts over the ranks that have parts of the same sequences."""
+    """Sums counts over the ranks that hold parts of the same sequences."""
 
 
 class _Attach(torch.autograd.Function):
-    """A tensor that also has the gradient of a loss: that of the loss is 1."""
+    """Return the tensor unchanged; in backward, the loss gets the gradient 1, as if added to the training loss."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor, loss: Tensor) -> Tensor:
@@ -110,41 +117,41 @@ class _Attach(torch.autograd.Function):
 
 
 class Router(nn.Module):
-    """Scores of all experts, and the experts of each token: in float32, since in bfloat16 many scores are equal."""
+    """Scores all experts and chooses those of each token, in float32, because many scores are equal in bfloat16."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.dim, dtype=torch.float32))
         self.bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32), requires_grad=False)
-        """Added to scores where experts are chosen, and nowhere else (arXiv:2408.15664)."""
+        """Added to scores only for the choice of experts (arXiv:2408.15664)."""
         if config.router_bias:
             self.logit_bias = nn.Parameter(torch.empty(config.n_experts, dtype=torch.float32))
         self.balance: Balance | None = None
         self.observed = False
-        """Whether each forward writes its entropy."""
+        """Whether each forward sets `entropy`."""
         self.entropy: Tensor | None = None
-        """Of a token's scores, as shares of their sum, in nats: the sum over the tokens of the last forward."""
+        """Sum, over the tokens of the last forward, of the entropy of a token's normalized scores, in nats."""
 
     def forward(self, x_TD: Tensor, sequences_T: Tensor, batch: int) -> tuple[Tensor, Tensor]:
-        """Numbers of the experts of each token, (T, C) int64 in ascending order, and their weights, (T, C) float32.
+        """Indices of each token's experts, (T, C) int64 in ascending order, and their weights, (T, C) float32.
 
-        sequences: the number of each token's sequence, of `batch` sequences.
+        sequences_T: index of each token's sequence, below `batch`.
         """
         return self.route(x_TD, sequences_T, batch, dict(self.named_parameters()))
 
     def route(
         self, x_TD: Tensor, sequences_T: Tensor, batch: int, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The same, by these parameters."""
+        """`forward` with the given parameters."""
         config = self.config
-        own = {name: parameter.to(x_TD.device) for name, parameter in parameters.items()}
-        logits_TE = F.linear(x_TD.float(), own["weight"], own.get("logit_bias"))
+        parameters = {name: parameter.to(x_TD.device) for name, parameter in parameters.items()}
+        logits_TE = F.linear(x_TD.float(), parameters["weight"], parameters.get("logit_bias"))
         scores_TE = logits_TE.softmax(-1) if config.score == "softmax" else logits_TE.sigmoid()
         if self.observed:
             shares = (scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)).detach()
             self.entropy = torch.special.entr(shares).sum(dtype=torch.float64)
-        chosen_TC = self.choose(scores_TE.detach() + own["bias"])
+        chosen_TC = self.choose(scores_TE.detach() + parameters["bias"])
         weights_TC = scores_TE.gather(1, chosen_TC)
         if self.balance is not None and torch.is_grad_enabled():
             weights_TC = _Attach.apply(weights_TC, self._loss(logits_TE, scores_TE, chosen_TC, sequences_T, batch))
@@ -153,22 +160,22 @@ class Router(nn.Module):
         return chosen_TC, weights_TC * config.route_scale
 
     def _loss(self, logits_TE: Tensor, scores_TE: Tensor, chosen_TC: Tensor, sequences_T: Tensor, batch: int) -> Tensor:
-        """What self.balance adds to the training loss for these tokens."""
+        """The auxiliary loss of these tokens, by the factors of self.balance."""
         assert self.balance is not None
         factor, z_factor, length, summed = self.balance
         loss = z_factor * logits_TE.logsumexp(-1).square().sum()
         if factor:
             experts = scores_TE.shape[1]
-            places_TC = sequences_T[:, None] * experts + chosen_TC
+            bins_TC = sequences_T[:, None] * experts + chosen_TC
             counts = torch.zeros((batch, experts), dtype=torch.int64, device=scores_TE.device)
-            counts.view(-1).index_add_(0, places_TC.flatten(), torch.ones_like(places_TC).flatten())
+            counts.view(-1).index_add_(0, bins_TC.flatten(), torch.ones_like(bins_TC).flatten())
             shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + _TINY)
             rows_TE = summed(counts)[sequences_T]
             loss = loss + factor * experts / (chosen_TC.shape[1] * length**2) * (rows_TE * shares_TE).sum()
         return loss
 
     def choose(self, scores_TE: Tensor) -> Tensor:
-        """The experts with the highest scores, of the groups with the highest."""
+        """Indices (T, C) of the experts with the highest scores, out of the groups with the highest scores."""
         config = self.config
         if config.n_groups > 1:
             grouped = scores_TE.unflatten(1, (config.n_groups, -1))
@@ -179,7 +186,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Feed-forward layers of equal size: their matrices are stacked, and multiplied in one grouped product."""
+    """Feed-forward layers of equal size, with stacked matrices, which one grouped product multiplies."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
@@ -191,56 +198,56 @@ class Experts(nn.Module):
         if config.expert_bias:
             self.b1, self.b2, self.b3 = (nn.Parameter(torch.empty(shape)) for shape in (wide, narrow, wide))
         self.scale = 1.0
-        """Factor of what adapters add (models/lora_experts.py)."""
+        """Factor of the adapters' products (models/lora_experts.py)."""
 
     def forward(self, rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Rows (R, D) after their experts; counts: of each expert's rows, int64."""
-        # By attributes: mixed precision on one rank gives copies there.
-        own = {name: getattr(self, name) for name, _ in self.named_parameters()}
-        return self.multiply(rows_RD, counts_E, own)
+        """Rows (R, D) -> outputs of their experts (R, D). counts_E: int64 number of rows of each expert."""
+        # getattr, because mixed precision on one rank replaces the attributes by copies.
+        parameters = {name: getattr(self, name) for name, _ in self.named_parameters()}
+        return self.multiply(rows_RD, counts_E, parameters)
 
     def multiply(self, rows_RD: Tensor, counts_E: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The same, by these parameters."""
+        """`forward` with the given parameters."""
         return grouped_feed_forward(rows_RD, counts_E, parameters, self.activation, self.scale)
 
 
 class Exchange(Protocol):
-    """Rows go to the ranks that hold their experts, and back: expert parallel."""
+    """Expert parallel: sends rows to the ranks that hold their experts, and the results back."""
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, Tensor, Any]:
-        """Rows for all experts -> rows for this rank's, the count of each of these, and what combine has to know.
+        """Rows for all experts -> rows for this rank's experts, their counts per expert, and the argument of combine.
 
-        meanwhile is called once, while rows are on their way.
+        meanwhile is called once, while rows are in transit.
         """
 
     def combine(self, rows_RD: Tensor, sent: Any) -> Tensor:
-        """Back to the ranks and the order that dispatch has taken them from."""
+        """Send rows back to the ranks and into the order from which dispatch took them."""
 
 
 class Mixture(nn.Module):
-    """The experts of each token, weighted, and what all tokens share."""
+    """The weighted sum of each token's experts, plus the shared experts."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
         self.router, self.experts = Router(config), Experts(config)
         self.shared = FeedForward(config.dim, config.shared_dim) if config.n_shared else None
         self.exchange: Exchange | None = None
-        """If other ranks hold some of the experts."""
+        """Set if other ranks hold some of the experts."""
         self.counts_E: Tensor | None = None
-        """Rows of each expert in the last forward. A second forward, for backward, writes the same again."""
+        """Rows of each expert in the last forward. Recomputation in backward sets the same counts again."""
 
     def forward(self, x_BSD: Tensor, padding_BS: Tensor | None) -> Tensor:
-        """padding: tokens that no expert sees, True where there is one."""
+        """padding_BS: True for padding, which no routed expert sees."""
         if self.shared is None:
             return self.routed(x_BSD, padding_BS)
         if self.exchange is None:
             return self.routed(x_BSD, padding_BS) + self.shared(x_BSD)
-        shared, parts = self.shared, list[Tensor]()
-        out_BSD = self.routed(x_BSD, padding_BS, lambda: parts.append(shared(x_BSD)))
-        return out_BSD + parts[0]
+        shared, shared_out = self.shared, list[Tensor]()
+        out_BSD = self.routed(x_BSD, padding_BS, lambda: shared_out.append(shared(x_BSD)))
+        return out_BSD + shared_out[0]
 
     def routed(self, x_BSD: Tensor, padding_BS: Tensor | None, meanwhile: Callable[[], None] = lambda: None) -> Tensor:
-        """The sum over each token's experts; meanwhile is called while rows are on their way to other ranks."""
+        """The weighted sum of each token's experts; meanwhile is called while rows are in transit to other ranks."""
         x_TD, (batch, length) = x_BSD.flatten(0, 1), x_BSD.shape[:2]
         sequences_T = torch.arange(batch, device=x_TD.device).repeat_interleave(length)
         if padding_BS is None:
@@ -267,16 +274,16 @@ class Mixture(nn.Module):
 
 
 class MixtureBlock(Block):
-    """A layer with experts, which counts the rows that each of them has had in training."""
+    """A layer with experts, which counts the rows of each expert in training."""
 
     def __init__(self, config: MixtureConfig) -> None:
         super().__init__(config)
         self.feed_forward: Any = Mixture(config)
         self.rows_E: Tensor | None = None
-        """Of each expert, since the last update of weights."""
+        """Rows of each expert since the last update of weights."""
         self.entropy: Tensor | None = None
-        """The same sum of the router's, if it is observed."""
-        # Not in forward, which checkpointing calls twice.
+        """Sum of the router's entropy since the last update of weights, if the router is observed."""
+        # A hook, because activation checkpointing calls forward twice.
         self.register_forward_hook(_count)
 
     @property
@@ -288,7 +295,7 @@ class MixtureBlock(Block):
         return x_BSD + self.feed_forward(normed_BSD, visible.padding_BS)
 
     def before_experts(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
-        """Hidden states after attention, and what experts get of them; compile makes one graph of it."""
+        """Hidden states after attention, and the experts' input. compile makes one graph of this method."""
         x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
         return x_BSD, self.ffn_norm(x_BSD)
 
@@ -328,12 +335,12 @@ class MixtureTransformer(Transformer):
     }
 
     def kind(self, name: str) -> Kind:
-        """What a parameter is; a token is multiplied by a few of the experts, and of their adapters."""
+        """A parameter's kind. Only top_k of n_experts experts, and their adapters, multiply a token."""
         kind, config = super().kind(name), self.config
         assert isinstance(config, MixtureConfig)
-        of_experts = kind.multiplied and ".experts." in name
-        return replace(kind, multiplied=config.top_k / config.n_experts) if of_experts else kind
+        is_expert = kind.multiplied and ".experts." in name
+        return replace(kind, multiplied=config.top_k / config.n_experts) if is_expert else kind
 
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
-        """A parameter's precision in a Hugging Face folder; biases that were rounded would choose other experts."""
+        """A parameter's precision in a Hugging Face folder. router.bias is float32: rounding would change choices."""
         return torch.float32 if self.kind(name) == BALANCE else dtype

@@ -1,8 +1,8 @@
-"""NF4 (arXiv:2305.14314, appendix E): frozen weights in 4 bits, one of 16 levels of a block's largest number.
+"""NF4 (arXiv:2305.14314, appendix E): frozen weights in 4 bits. A number is one of 16 levels, times its block's scale.
 
-A packed tensor is uint8 and has the name and the leading dimensions of its numbers. Along the last dimension a block of
-64 numbers is 34 bytes: 32 of codes, the first of two in the lower half, and the scale in bfloat16. No slice cuts a
-block, so a rank that packs its own slice has the bytes that the whole tensor would have there.
+A packed tensor is uint8; it has the name and the leading dimensions of the unpacked tensor. Along the last dimension, a
+block of 64 numbers becomes 34 bytes: 32 bytes of codes, where the first code of two is in the lower half, and the scale
+in bfloat16. No shard cuts a block, so a rank that packs its shard gets the same bytes as the packed whole tensor has.
 """
 
 from typing import Any
@@ -22,14 +22,14 @@ _LEVELS = (
 
 
 def packed_shape(shape: torch.Size) -> tuple[int, ...]:
-    """The shape of packed numbers. Raises ValueError if rows are no multiple of 64 numbers."""
+    """The shape of the packed tensor. Raises ValueError if a row is not a multiple of 64 numbers."""
     if shape[-1] % BLOCK:
-        raise ValueError(f"rows of {shape[-1]} numbers are not blocks of {BLOCK}")
+        raise ValueError(f"rows of {shape[-1]} numbers are not whole blocks of {BLOCK}; use bfloat16")
     return (*shape[:-1], shape[-1] // BLOCK * _BYTES)
 
 
 def unpacked_shape(shape: torch.Size) -> tuple[int, ...]:
-    """The shape of the numbers of a packed tensor."""
+    """The shape of the unpacked tensor."""
     return (*shape[:-1], shape[-1] // _BYTES * BLOCK)
 
 
@@ -38,7 +38,7 @@ def is_packed(weight: Tensor) -> bool:
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """Numbers (..., K) -> (..., 34 K / 64), uint8: of each number the nearest level of its block."""
+    """Numbers (..., K) -> uint8 (..., 34 K / 64); each number becomes the nearest level of its block."""
     blocks = numbers.float().unflatten(-1, (-1, BLOCK))
     scales = blocks.abs().amax(dim=-1, keepdim=True).bfloat16()
     levels = torch.tensor(_LEVELS, device=numbers.device)
@@ -49,12 +49,12 @@ def pack(numbers: Tensor) -> Tensor:
 
 
 def scales_of(packed: Tensor) -> Tensor:
-    """(..., blocks), bfloat16: the largest number of each block, NaN if one of its numbers was."""
+    """The scales (..., blocks) in bfloat16: each block's largest magnitude, or NaN if the block had a NaN."""
     return packed.unflatten(-1, (-1, _BYTES))[..., -2:].contiguous().view(torch.bfloat16).squeeze(-1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """(..., 34 K / 64), uint8 -> numbers (..., K)."""
+    """uint8 (..., 34 K / 64) -> numbers (..., K)."""
     pairs = packed.unflatten(-1, (-1, _BYTES))[..., :-2]
     numbers = _levels_of_pairs(packed.device)[pairs.int()].flatten(-2)
     return numbers.mul_(scales_of(packed).unsqueeze(-1)).flatten(-2).to(dtype)
@@ -64,17 +64,17 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _levels_of_pairs(device: torch.device) -> Tensor:
-    """(256, 2): the two levels of each byte of codes. Kept, since the host would wait for each copy to a device."""
+    """(256, 2): the two levels of each byte of codes. Cached, because each copy to a device would block the host."""
     if device not in _tables:
         pairs = torch.tensor([(_LEVELS[byte & 15], _LEVELS[byte >> 4]) for byte in range(256)], device=device)
         if type(pairs) is not Tensor:
-            return pairs  # a fake one of a dry run or of the compiler
+            return pairs  # a fake tensor, of a dry run or of the compiler
         _tables[device] = pairs
     return _tables[device]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear of x (..., K) and a weight (N, K) that may be packed: what is kept for backward is the packed one."""
+    """F.linear of x (..., K) and a weight (N, K), which may be packed. Backward saves the packed weight."""
     if not is_packed(weight):
         return F.linear(x, weight, bias)
     y = _PackedLinear.apply(x, weight)

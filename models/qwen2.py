@@ -1,4 +1,4 @@
-"""Qwen2.5 (arXiv:2412.15115): the published sizes of its base models. Queries, keys and values have biases."""
+"""Qwen2.5 (arXiv:2412.15115) in the published sizes of its base models. Queries, keys and values have biases."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2Config(TransformerConfig):
-    """What all sizes have in common."""
+    """Defaults that all flavors share."""
 
     hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "use_sliding_window": False}
     vocab_size: int = 152_064

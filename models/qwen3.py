@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv:2505.09388): its published sizes. Queries and keys are normed; heads have a size of their own."""
+"""Dense Qwen3 (arXiv:2505.09388) in its published sizes. Queries and keys are normalized; head_size is explicit."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from models.transformer import Transformer
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Config(TransformerConfig):
-    """What all sizes have in common."""
+    """Defaults that all flavors share."""
 
     n_kv_heads: int = 8
     head_size: int = 128

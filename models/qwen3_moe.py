@@ -1,4 +1,4 @@
-"""Qwen3 with experts (arXiv:2505.09388): its published sizes. Every layer has experts; the rest is Qwen3's."""
+"""Qwen3 with experts (arXiv:2505.09388) in its published sizes: dense Qwen3, but with experts in every layer."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -10,7 +10,7 @@ from models.qwen3 import Qwen3Config
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3MoeConfig(Qwen3Config, MixtureConfig):
-    """What all sizes have in common. ffn_dim is of layers without experts, of which there are none."""
+    """Defaults that all flavors share. ffn_dim, the width of layers without experts, is not used."""
 
     hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {"qwen3_moe": {"norm_topk_prob": False}}

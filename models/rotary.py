@@ -1,4 +1,4 @@
-"""Rotary positions (arXiv:2104.09864), and how they are stretched to longer contexts.
+"""Rotary position embeddings (RoPE, arXiv:2104.09864), and their scaling to longer contexts.
 
 Shapes are named as in models/layers.py.
 """
@@ -15,33 +15,33 @@ RopeType = Literal["llama3", "linear", "yarn"]
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched. The names are those of Hugging Face's config.json."""
+    """Scaling of RoPE frequencies. Fields have the names of Hugging Face's config.json."""
 
     rope_type: RopeType = "llama3"
-    """llama3: Llama 3.1's (arXiv:2407.21783, section 3.4); linear: all by one factor (arXiv:2306.15595); yarn:
-    arXiv:2309.00071."""
+    """llama3: as Llama 3.1 (arXiv:2407.21783, section 3.4); linear: one factor for all frequencies (arXiv:2306.15595);
+    yarn: arXiv:2309.00071."""
     factor: float = 8.0
-    """Of the longest wavelengths; linear: of all."""
+    """Factor of the longest wavelengths; with linear, of all wavelengths."""
     original_max_position_embeddings: int = 8192
-    """Length that the model was trained for before it was stretched; linear does not look at it."""
+    """Sequence length that the model was trained for before scaling; linear ignores it."""
     low_freq_factor: float = 1.0
-    """llama3: at most so many turns in the original length, and a frequency is divided by the whole factor."""
+    """llama3: frequencies of at most this many turns in the original length are divided by the whole factor."""
     high_freq_factor: float = 4.0
-    """llama3: at least so many turns, and a frequency stays."""
+    """llama3: frequencies of at least this many turns in the original length stay unchanged."""
     beta_slow: float = 1.0
-    """The same for yarn."""
+    """yarn: as low_freq_factor."""
     beta_fast: float = 32.0
-    """The same for yarn."""
+    """yarn: as high_freq_factor."""
     truncate: bool = True
-    """yarn: the first and the last frequency that are divided in part are rounded to whole numbers."""
+    """yarn: the indices of the first and the last partly divided frequency are rounded to whole numbers."""
     mscale: float = 0.0
-    """yarn: with mscale_all_dim, in place of 1 in attention_factor."""
+    """yarn: if mscale_all_dim is set too, attention_factor is spread(mscale) / spread(mscale_all_dim)."""
     mscale_all_dim: float = 0.0
-    """yarn: DeepSeek's factor of logits; 0 for none."""
+    """yarn: DeepSeek multiplies logits by spread(mscale_all_dim) ** 2; 0 for no factor."""
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cosines and sines, so that logits keep their spread over more tokens."""
+        """Factor of cosines and sines, with which logits keep their spread over more tokens."""
         if self.rope_type != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:
@@ -54,7 +54,7 @@ class RopeScaling:
 
 
 def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
-    """Angles per position, (K/2,) float32."""
+    """Angle per position of each frequency, (K/2,) float32."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
     if scaling is None:
         return frequencies
@@ -62,32 +62,32 @@ def rotary_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None,
         return frequencies / scaling.factor
     if scaling.rope_type == "llama3":
         turns = scaling.original_max_position_embeddings / (2 * math.pi / frequencies)
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        unscaled = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     else:
         first, last = (_place(turns, head_dim, theta, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, head_dim - 1)
-        places = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
-        kept = 1 - (places - first) / (last - first or 0.001)
-    kept = kept.clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / scaling.factor)
+        indices = torch.arange(head_dim // 2, dtype=torch.float32, device=device)
+        unscaled = 1 - (indices - first) / (last - first or 0.001)
+    unscaled = unscaled.clamp(0, 1)
+    return frequencies * (unscaled + (1 - unscaled) / scaling.factor)
 
 
 def _place(turns: float, head_dim: int, theta: float, scaling: RopeScaling) -> float:
-    """The place of the frequency that makes so many turns in the original length."""
+    """The (fractional) index of the frequency that makes this many turns in the original length."""
     wavelength = scaling.original_max_position_embeddings / turns
     return head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
 
 def rotary_cos_sin(positions_BS: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles times a factor, (B, S, 1, K/2) float32: broadcast over heads."""
+    """Cosines and sines of each position's angles, times a factor: (B, S, 1, K/2) float32, to broadcast over heads."""
     angles = positions_BS[..., None, None].float() * frequencies
     cos, sin = angles.cos(), angles.sin()
     return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def apply_rotary(x_BSHK: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each head's first half against its second, in float32 (the order that Hugging Face weights have)."""
+    """Rotate each head's first half against its second half, in float32, as Hugging Face's weights are ordered."""
     first, second = x_BSHK.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x_BSHK)

@@ -26,7 +26,7 @@ from models.rotary import rotary_cos_sin, rotary_frequencies
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before it and a residual connection around both."""
+    """One layer: attention and feed-forward, each with a norm before it, inside a residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -41,26 +41,26 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The model. Embedding, norm and head are None in a stage that lacks them; layers keep their names."""
+    """The model. In a pipeline stage, a missing embedding, norm or head is None, and layers keep their names."""
 
     block: type[nn.Module] = Block
-    """The class of a layer."""
+    """Class of a layer."""
     final_norm: type[nn.Module] = nn.RMSNorm
-    """The class of the norm before the head."""
+    """Class of the norm before the head."""
     kinds: ClassVar[dict[str, Kind]] = KINDS
-    """The kinds of the model's parameters."""
+    """Pattern -> kind of the model's parameters."""
     hf_names: ClassVar[Mapping[str, str | Part]] = NAMES
-    """Names of modules or parameters here -> Hugging Face's."""
+    """Name of a module or parameter -> Hugging Face's name."""
     hf_type: str = ""
     """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: str = ""
-    """Hugging Face's class."""
+    """Hugging Face's class of the model."""
     adapted: bool = False
-    """Some matrices have adapters (models/lora.py), and nothing else is trained."""
+    """Some matrices have adapters (models/lora.py), and only adapters are trained."""
     adapter_scale: float = 0.0
-    """Of B A in each sum W + scale B A."""
+    """The scale in W + scale B A."""
     copies_embedding: bool = False
-    """The last stage of a pipeline holds the table of a tied embedding for its head alone."""
+    """True in a pipeline's last stage that holds the tied embedding table only for its head."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class Transformer(nn.Module):
         set_trained(self)
 
     def make_layer(self, layer: int) -> nn.Module:
-        """The layer with this number, from 0."""
+        """The layer with this number, counted from 0."""
         return self.block(self.config)
 
     def tie_weights(self) -> None:
-        """Share the embedding's table with the head, if the model ties them; called again after memory was given."""
+        """Share the embedding table with the head, if the model ties them. Call again after parameters got memory."""
         if self.config.tie_embeddings and self.tok_embeddings is not None and self.output is not None:
             (self.output.weight,) = self.tok_embeddings.parameters()  # .weight may be a copy in bfloat16
 
@@ -93,32 +93,33 @@ class Transformer(nn.Module):
         dropout_keys: Tensor | None = None,
         **columns: Tensor,
     ) -> Tensor:
-        """Logits (B, S, V) of tokens (B, S), or with labels (B, S) the sum of losses over labels that are not -100.
+        """Logits (B, S, V) of tokens (B, S); with labels (B, S), the sum of losses over labels that are not -100.
 
-        positions (B, S) count from 0 by default. With document_ids (B, S) a token sees only its own document; without,
-        every token before it in the sequence. dropout_keys (B, S): of each token, int64; without, nothing is dropped.
+        positions (B, S): count from 0 by default.
+        document_ids (B, S): a token sees only its document; by default it sees all tokens before it in the sequence.
+        dropout_keys (B, S): an int64 key per token; None: no dropout.
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
         windowed = {number: self.config.has_window(int(number)) for number in self.layers}
-        given = {}
-        for kind in sorted({*windowed.values()}):
-            cos, sin, visible = self._given(positions, document_ids, kind)
-            given[kind] = cos, sin, replace(visible, dropout_keys_BS=dropout_keys)
+        inputs = {}
+        for has_window in sorted({*windowed.values()}):
+            cos, sin, visible = self._given(positions, document_ids, has_window)
+            inputs[has_window] = cos, sin, replace(visible, dropout_keys_BS=dropout_keys)
         embeds = self.tok_embeddings is not None and not self.copies_embedding
         x_BSD = self.embed(tokens) if embeds else tokens
         for number, block in self.layers.items():
-            x_BSD = block(x_BSD, *given[windowed[number]])
+            x_BSD = block(x_BSD, *inputs[windowed[number]])
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         return x_BSD if self.output is None else self.output(x_BSD, labels, **columns)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Tokens (B, S) -> (B, S, D)."""
+        """Tokens (B, S) -> embeddings (B, S, D)."""
         return self.tok_embeddings(tokens)  # type: ignore[misc]
 
     def _given(self, positions: Tensor, document_ids: Tensor | None, windowed: bool) -> tuple[Tensor, Tensor, Visible]:
-        """What layers with or without a window are given: cosines, sines, and what their queries see."""
+        """Inputs of the layers with or without a window: cosines, sines and the Visible of their queries."""
         config = self.config
         theta, scaling = config.rope_theta, config.rope_scaling
         if windowed and config.window_rope_theta is not None:
@@ -131,7 +132,7 @@ class Transformer(nn.Module):
         return cos, sin, visible
 
     def kind(self, name: str) -> Kind:
-        """What a parameter is, and whether it is trained."""
+        """A parameter's kind, which says whether the parameter is trained."""
         if adapter := adapter_kind(name):
             return adapter
         tied = {"tok_embeddings": TIED_EMBEDDING} if self.config.tie_embeddings else {}
@@ -139,9 +140,9 @@ class Transformer(nn.Module):
         return replace(kind, trained=False) if self.adapted else kind
 
     def hf_name(self, name: str) -> str | Part:
-        """Hugging Face's name of a parameter, or its part of a tensor there; empty if there is none, as of adapters.
+        """Hugging Face's name of a parameter, or its Part of a tensor; empty if there is none, as for adapters.
 
-        A * stands for the index along the first dimension: there each of these is a tensor of its own.
+        A * stands for the index along the first dimension: Hugging Face has one tensor per index.
         """
         return "" if is_adapter(name) else hugging_face_name(name, self.hf_names)
 
@@ -150,15 +151,15 @@ class Transformer(nn.Module):
         return dtype
 
     def hf_ignores(self, there: str) -> bool:
-        """Whether a tensor of a Hugging Face folder is one that the model does without: old files have frequencies."""
+        """Whether the model ignores this tensor of a Hugging Face folder. Old files have RoPE frequencies."""
         return there.endswith("rotary_emb.inv_freq")
 
     def hf_config(self) -> dict[str, Any]:
-        """config.json."""
+        """The content of config.json."""
         return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}
 
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
-        """The differences of a config.json from this model, without the context length, which changes no number."""
+        """Differences between a config.json and this model, except the context length, which changes no number."""
         ours = to_hugging_face(self.config) | {"model_type": self.hf_type}
         try:
             theirs = to_hugging_face(from_hugging_face(given, type(self.config)))
@@ -170,8 +171,8 @@ class Transformer(nn.Module):
     def init_std(self, name: str) -> float | Uniform | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.
 
-        0.02, and 0.02 / sqrt(2 n_layers) where a layer writes into the residual stream (GPT-2). A of an adapter is
-        uniform, up to 1 / sqrt(in) (PEFT).
+        Matrices have 0.02, or 0.02 / sqrt(2 n_layers) if their product is added to the residual stream (GPT-2). A of an
+        adapter is uniform with bound 1 / sqrt(in) (PEFT).
         """
         kind = self.kind(name)
         if kind.zero:
@@ -179,23 +180,23 @@ class Transformer(nn.Module):
         if kind.role == "norm":
             return None
         if kind.role == "adapter":
-            module, _, own = name.rpartition(".")
-            # The attribute itself may be a copy in bfloat16.
+            module, _, attribute = name.rpartition(".")
+            # named_parameters, because the attribute may be a copy in bfloat16.
             matrices = dict(self.get_submodule(module).named_parameters(recurse=False))
-            return Uniform(matrices[own].shape[-1] ** -0.5)
+            return Uniform(matrices[attribute].shape[-1] ** -0.5)
         return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
-        """FLOPs of forward and backward a token: attention over all pairs (PaLM), and over causal ones (Megatron).
+        """FLOPs per token, forward and backward: with attention over all pairs (PaLM), and over causal ones (Megatron).
 
-        6 N + 12 L H K S, and half the second term; a layer with a window counts only the keys in it. N counts
-        parameters in matrix products: the head but not the embedding; a tied table once. A frozen parameter counts 4:
-        its input has a gradient, it has none.
+        The first number is 6 N + 12 L H K S; the second has half of the attention term. A layer with a window counts
+        only the keys in the window. N counts parameters in matrix products: the head but not the embedding, and a tied
+        table once. A frozen parameter counts 4 instead of 6, because backward computes only its input's gradient.
         """
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
         products = sum((6 if kind.trained else 4) * round(size * kind.multiplied) for kind, size in sizes)
         pair_width = 6 * config.n_heads * (config.head_dim + config.value_dim)
         keys = [config.keys_seen(layer, seq_len) for layer in range(config.n_layers)]
-        attended, seen = (pair_width * sum(each) for each in zip(*keys, strict=True))
-        return products + round(attended), products + round(seen)
+        all_pairs, causal_pairs = (pair_width * sum(counts) for counts in zip(*keys, strict=True))
+        return products + round(all_pairs), products + round(causal_pairs)

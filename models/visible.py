@@ -1,4 +1,4 @@
-"""What a query of attention may see. Shapes are named as in layers.py; T is the number of keys."""
+"""The keys that each query of attention sees. Shapes are named as in layers.py; T is the number of keys."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,52 +9,52 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Visible:
-    """Which keys each query sees: those up to its own place, of its document, and inside the window.
+    """Which keys each query sees: those up to the query's position, in its document and inside the window.
 
-    Keys stand in the order of the sequence. By default query i has the place of key T - S + i.
+    Keys are in the order of the sequence. By default, query i has the position of key T - S + i.
     """
 
     queries: int
     keys: int
     device: torch.device
     documents_BT: Tensor | None = None
-    """Each key's document; None if all keys are of one document."""
+    """Each key's document; None if all keys belong to one document."""
     window: int | None = None
     """The most keys that a query sees, its own included; None for no window."""
     first: int | None = None
-    """The place of the first query, the first key's being 0; None if the queries have the last places of the keys."""
+    """Position of the first query; that of the first key is 0. None: queries have the last positions of the keys."""
     own_documents_BS: Tensor | None = None
-    """Each query's document, if the queries are not among the keys."""
+    """Each query's document; set if the queries are not among the keys."""
     padding: int = 0
-    """Queries at the end that are padding, if logits are observed: they see what they would, and do not count."""
+    """Number of padding queries at the end. They attend as usual, but AttentionCore.largest_logit ignores them."""
     padding_BS: Tensor | None = None
-    """Which tokens of this rank are padding; None if none is."""
+    """True for this rank's padding tokens; None if there are none."""
     dropout_keys_BS: Tensor | None = None
-    """A random int64 key of each token of this rank, where adapters drop numbers; None outside of training."""
+    """A random int64 key per token of this rank, for the dropout of adapters; None outside of training."""
     sinks: bool = False
     """Each head has a sink beside its keys (models/steps.py)."""
     made: Any = None
-    """What the kernel prepares from the fields above, once a forward, before the layers: a mask, for example."""
+    """Prepared by the kernel from the fields above, once per forward, before the layers; for example a mask."""
 
     @property
     def before(self) -> int:
-        """The place of the first query, which is the number of keys before it."""
+        """Position of the first query: the number of keys before it."""
         return self.keys - self.queries if self.first is None else self.first
 
     @property
     def query_documents_BS(self) -> Tensor | None:
-        """Each query's document; None if all keys and queries are of one document."""
+        """Each query's document; None if all keys and queries belong to one document."""
         if self.documents_BT is None or self.own_documents_BS is not None:
             return self.own_documents_BS
         return self.documents_BT[:, self.before :]
 
     @property
     def is_causal(self) -> bool:
-        """Whether the plain causal mask applies: a query for every key, no documents, no window."""
+        """Whether the plain causal mask applies: one query per key, no documents, no window."""
         return self.before == 0 and self.queries == self.keys and self.documents_BT is None and self.window is None
 
     def part(self, start: int, stop: int) -> "Visible":
-        """Visible of the queries from start to stop alone, with the keys up to the last of these queries."""
+        """The Visible of queries start to stop, with the keys up to the last of these queries."""
         keys = self.keys - self.queries + stop
         documents_BT = None if self.documents_BT is None else self.documents_BT[:, :keys]
         padding = max(0, stop - start - max(0, self.queries - self.padding - start))
@@ -62,13 +62,13 @@ class Visible:
         return Visible(stop - start, keys, self.device, documents_BT, self.window, **options)
 
     def dense(self) -> Tensor:
-        """(1, 1, S, T) bool, or with documents (B, 1, S, T): true where the query sees the key."""
+        """Boolean mask, True where the query sees the key: (1, 1, S, T), or (B, 1, S, T) with documents."""
         keys = torch.arange(self.keys, device=self.device)
         queries = torch.arange(self.before, self.before + self.queries, device=self.device)[:, None]
         seen = queries >= keys
         if self.window is not None:
             seen = seen & (queries - keys < self.window)
-        own_BS = self.query_documents_BS
-        if self.documents_BT is None or own_BS is None:
+        query_documents_BS = self.query_documents_BS
+        if self.documents_BT is None or query_documents_BS is None:
             return seen[None, None]
-        return ((own_BS[:, :, None] == self.documents_BT[:, None, :]) & seen)[:, None]
+        return ((query_documents_BS[:, :, None] == self.documents_BT[:, None, :]) & seen)[:, None]

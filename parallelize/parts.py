@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visibility
-from models.steps import AttentionInSteps, Step, step
+from models.steps import AttentionInSteps, AttentionStep, step
 from models.visible import Visible
 from parallelize.stage import Stage
 
@@ -60,7 +60,7 @@ class _Part(NamedTuple):
     """The number of the micro-batch."""
     place: int
     """The number of the part in it."""
-    steps: list[list[Step]]
+    steps: list[list[AttentionStep]]
     """Over the part's own keys, and over those of all earlier parts."""
 
 
@@ -120,7 +120,7 @@ class _PartCore(AttentionCore):
 
 
 class _Earlier(NamedTuple):
-    """A Source of the keys and values of the earlier parts of a sequence."""
+    """A KeyValueSource of the keys and values of the earlier parts of a sequence."""
 
     core: _PartCore
     sequence: int

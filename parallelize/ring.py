@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from models.steps import Step, step
+from models.steps import AttentionStep, step
 from models.visible import Visible
 from parallelize.pieces import pieces_of
 
 
 def steps_of(
     rank: int, ranks: int, balanced: bool, whole: Visible, documents: Sequence[Tensor] | None
-) -> list[list[Step]]:
+) -> list[list[AttentionStep]]:
     """The steps of a rank over its own keys, then over those of the rank before it, and so on.
 
     whole: of the sequence. documents: (B, S) of each rank.
@@ -35,7 +35,7 @@ def steps_of(
     return steps
 
 
-def _without_window(rank: int, source: int, balanced: bool, length: int, device: torch.device) -> Step:
+def _without_window(rank: int, source: int, balanced: bool, length: int, device: torch.device) -> AttentionStep:
     """Queries that see a part of the source's keys as a whole, or all of their own keys up to their place.
 
     Balanced, the first half of a rank's tokens is from the head of the sequence, the second half from its tail.
@@ -44,10 +44,10 @@ def _without_window(rank: int, source: int, balanced: bool, length: int, device:
     queries = tail if balanced and source > rank else everything
     keys = head if balanced and source < rank else everything
     first = 0 if source == rank else keys.stop
-    return Step(queries, keys, Visible(queries.stop - queries.start, keys.stop, device, first=first))
+    return AttentionStep(queries, keys, Visible(queries.stop - queries.start, keys.stop, device, first=first))
 
 
-def _windowed(rank: int, source: int, ranks: int, balanced: bool, whole: Visible) -> list[Step]:
+def _windowed(rank: int, source: int, ranks: int, balanced: bool, whole: Visible) -> list[AttentionStep]:
     """A step for each piece of the queries and each piece of the source's keys that these see.
 
     The nearest keys come first: a query's first step has its own key.
@@ -61,17 +61,17 @@ def _windowed(rank: int, source: int, ranks: int, balanced: bool, whole: Visible
                 size = stop - start
                 queries, keys = (slice(each * size, (each + 1) * size) for each in (place, number))
                 visible = Visible(size, size, whole.device, window=whole.window, first=start - first)
-                found.append(Step(queries, keys, visible))
+                found.append(AttentionStep(queries, keys, visible))
     return found
 
 
-def _with_documents(seen: Step, own_BS: Tensor, theirs_BS: Tensor) -> Step:
+def _with_documents(seen: AttentionStep, own_BS: Tensor, theirs_BS: Tensor) -> AttentionStep:
     documents = {"documents_BT": theirs_BS[:, seen.keys], "own_documents_BS": own_BS[:, seen.queries]}
     return seen._replace(visible=replace(seen.visible, **documents))  # type: ignore[arg-type]
 
 
 class Exchange(NamedTuple):
-    """A Source: how keys and values go round, and their gradients come home."""
+    """A KeyValueSource: how keys and values go round, and their gradients come home."""
 
     group: ProcessGroup
     gathers: bool

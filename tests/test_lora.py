@@ -96,7 +96,7 @@ REFUSED = {
         *("--lora.rank", "4", "--model.name", "qwen3_moe", "--experts.bias_update_speed", "0.1"),
     ),
     "nothing: adapters have no norms": ("--lora.use_dora", "true"),
-    "a model with experts has dropout in attention alone": (
+    "in a model with experts only attention can": (
         *("--lora.rank", "4", "--lora.lora_dropout", "0.1", "--model.name", "qwen3_moe"),
     ),
     "expected a number": ("--lora.rank", "4", "--lora.dropout", "1"),
@@ -166,8 +166,8 @@ FAULTS = {
     "a bound of the rank's columns": (
         "models.transformer",
         "Transformer.init_std",
-        "matrices[own]",
-        "matrices[own].to_local()",
+        "matrices[attribute]",
+        "matrices[attribute].to_local()",
     ),
 }
 
