@@ -55,7 +55,7 @@ def linear_loss(
     chunk_loss: ChunkLoss,
     columns: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
-    """The float32 sum of losses over labels that are not -100, for the logits hidden_BSD weight_VD^T; then logged sums."""
+    """Float32 sums over labels that are not -100, for the logits hidden_BSD weight_VD^T: the loss, then logged sums."""
     flat = {name: column.flatten() for name, column in (columns or {}).items()}
     return _LinearLoss.apply(
         hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), chunk_loss, flat, torch.is_grad_enabled()
@@ -78,10 +78,11 @@ def chunk_loss(
 ) -> tuple[list[Tensor], Tensor]:
     """A ChunkLoss, given how the softmax is computed and the terms of an objective."""
     valid, found = (labels != -100)[:, None], softmax(logits, labels)
-    token_terms = terms(found.log_total, found.label_logit, **{name: column[:, None] for name, column in columns.items()})
-    sums = [(each * valid).sum() for each in (token_terms.loss, *token_terms.logged)]
-    gradient = found.values.mul_(token_terms.by_log_total * valid)
-    return sums, gradient.scatter_add_(1, found.column, token_terms.by_label_logit * (valid & found.is_here).float())
+    given = {name: column[:, None] for name, column in columns.items()}
+    found_terms = terms(found.log_total, found.label_logit, **given)
+    sums = [(each * valid).sum() for each in (found_terms.loss, *found_terms.logged)]
+    gradient = found.values.mul_(found_terms.by_log_total * valid)
+    return sums, gradient.scatter_add_(1, found.column, found_terms.by_label_logit * (valid & found.is_here).float())
 
 
 class _LinearLoss(torch.autograd.Function):

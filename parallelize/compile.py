@@ -46,7 +46,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         apart = parallelism.pipeline_parallel_sequence_splits > 1
         apart = apart or (mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring")
-        # Of FlexAttention's steps the backward calls autograd, which a graph cannot.
+        # The backward of FlexAttention's steps calls autograd, which a graph cannot.
         apart = apart or (mesh.device_type != "cpu" and bool(model.get_submodule("visibility").sinks))
         if apart:
             _leave_attention_out(model)

@@ -83,7 +83,7 @@ class _RingCore(_Core):
 
 
 class _WholeSequence(Visibility):
-    """What the queries of the whole sequence see, prepared as the method computes it."""
+    """Visibility of the whole sequence, from the shards of its ranks, prepared for the method."""
 
     def __init__(self, cp: DeviceMesh, parallelism: Parallelism) -> None:
         super().__init__()
@@ -142,4 +142,4 @@ class _UlyssesCore(_Core):
 
 
 _CORES = {"ring": _RingCore, "allgather_kv": _GatheringCore, "ulysses": _UlyssesCore}
-"""By parallelism.context_parallel_method."""
+"""parallelism.context_parallel_method -> attention core."""

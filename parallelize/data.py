@@ -25,15 +25,18 @@ def apply_data_parallel(
     parallelism: Parallelism,
     keeps_blocks: bool = False,
 ) -> None:
-    """Shard parameters over the last dimension of shards; the dimension before it, if there is one, is of replicas.
+    """Shard parameters over the last dimension of shards; a dimension before it holds replicas.
 
     of_experts: the same for experts, if the model has some. keeps_blocks: the optimizer has one scale for each block of
     columns (block_of), which no two ranks may share.
 
-    Gradients are summed over ranks, never averaged: the loss is already divided by the global batch's labels.
-    One rank gathers and reduces nothing: it is wrapped for offloading, in a pipeline's stage, whose micro-batches share
-    the conversion to bfloat16, with reshard "always", which keeps no layer in bfloat16 from forward to backward, and
-    where gradients of several batches are added up in float32 before they become those of bfloat16 weights.
+    Gradients are summed over ranks, never averaged, because the loss is already divided by the global batch's labels.
+    One rank gathers and reduces nothing, so it needs FSDP in four cases only:
+
+    - weights are offloaded
+    - in a pipeline, whose micro-batches share the conversion to bfloat16
+    - reshard is "always", which keeps no layer in bfloat16 from forward to backward
+    - gradients of several batches are summed in float32 before they are rounded to bfloat16 weights' precision
     """
     precision = getattr(torch, training.mixed_precision_param)
     reshard = parallelism.fsdp_reshard_after_forward

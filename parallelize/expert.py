@@ -95,7 +95,7 @@ def _share_out(experts: Experts, ep: DeviceMesh) -> None:
         experts.register_parameter(name, nn.Parameter(shared, requires_grad=weight.requires_grad))
 
     def forward(rows_RD: Tensor, counts_E: Tensor) -> Tensor:
-        # By getattr: it may be a copy in another precision.
+        # getattr, because the attribute may be a copy in another precision.
         own = {name: getattr(experts, name).to_local() for name, _ in experts.named_parameters()}
         return experts.multiply(rows_RD, counts_E, own)
 
@@ -140,7 +140,7 @@ class AllToAll(NamedTuple):
         return _arrived(self._send(rows_RD, sent.received_sizes, sent.sizes))
 
     def _send(self, rows_RD: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
-        """What will have arrived."""
+        """The received rows; the transfer may still be under way."""
         from torch.distributed import _functional_collectives as collectives
 
         return collectives.all_to_all_single_autograd(rows_RD, received_sizes, sizes, self.group)

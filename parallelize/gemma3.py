@@ -16,6 +16,6 @@ def parallelize_gemma3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[
 
 
 def gemma3_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
-    """Module names -> style. What the norms after a module give is added to the hidden state, a local tensor."""
+    """Pattern of module names -> style. Norms after a module give local tensors, for the residual sum."""
     after = SequenceParallel(use_local_output=True) if parallelism.sequence_parallel else Replicated()
     return qwen3_tp_plan(parallelism) | dict.fromkeys(("layers.*.attention_post_norm", "layers.*.ffn_post_norm"), after)

@@ -66,7 +66,7 @@ def cpu_backend() -> str:
 
 
 def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
-    """What torch does for "gloo", but for the number of threads: it takes no options for it."""
+    """Make gloo as torch does, with one thread; torch takes no option for the number of threads."""
     gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks what is used of its options
     options = gloo._Options()
     options._threads, options._timeout = 1, asked.timeout
@@ -94,7 +94,7 @@ def _gloo_devices(interfaces: str) -> list[Any]:
 
 
 def _threads() -> set[int]:
-    """Of this process; none where there is no /proc."""
+    """Ids of this process's threads; none without /proc."""
     return {int(task.name) for task in Path("/proc/self/task").glob("*")}
 
 
@@ -123,7 +123,7 @@ def print_on_rank_0(line: str) -> None:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank; and the ConfigError, if it raises one."""
+    """Call `make` on rank 0 and return its result on every rank; a ConfigError is raised on every rank."""
     made: list = [None]
     if dist.get_rank() == 0:
         try:

@@ -107,9 +107,9 @@ _ON_DEMAND = (("pp", "dp_replicate", "efsdp", "ep"), ("pp", "holders"))
 class Mesh:
     """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shards the weights.
 
-    For experts the ranks of fsdp x tp are efsdp x ep: neighbours share the experts of a layer, and ranks of efsdp the
-    weights of the same experts. holders are all ranks that hold parts of the same stages. Needs an initialised process
-    group.
+    For experts the ranks of fsdp x tp are arranged as efsdp x ep. Neighbours along ep share the experts of a layer.
+    Ranks along efsdp share the weights of the same experts. holders are all ranks that hold parts of the same stages.
+    Needs an initialised process group.
     """
 
     def __init__(self, degrees: Degrees, device_type: str, pipeline_first: bool = False) -> None:
@@ -123,7 +123,7 @@ class Mesh:
         self._batch = self._weights._unflatten(fsdp, (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._made: dict[str, DeviceMesh] = {}
-        """Of _ON_DEMAND, by dimension."""
+        """Meshes of _ON_DEMAND, by dimension."""
         self.degrees, self.device_type = degrees, device_type
 
     def __getitem__(self, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -162,8 +162,8 @@ class Mesh:
 def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     """A drawing of the mesh, as lines of text: a pair of brackets holds the ranks along the innermost dimension.
 
-    Of the dimensions larger than 1, the two innermost make a row; there is a row for each place in the others. With
-    expert parallel there is a second drawing of the same ranks, as they share experts.
+    The two innermost dimensions larger than 1 make a row; each place in the outer dimensions has its row. With expert
+    parallel a second drawing shows the same ranks, as they share experts.
     """
     order = ("dp_replicate", "dp_shard", "cp", "pp", "tp") if pipeline_first else tuple(_KEYS)
     used = [name for name in order if getattr(degrees, name) > 1]

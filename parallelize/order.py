@@ -1,17 +1,17 @@
-"""The fixed order in which every family's layout is applied to a model on the meta device:
+"""The fixed order in which every family's layout is applied to a model on the meta device.
 
-  stages             are cut first, so that no device makes parameters that it will not keep
-  float8             swaps linear modules, which tensor parallel then splits
-  tensor parallel    replaces parameters, so it comes before whatever wraps them
-  expert parallel    shares out the experts, which tensor parallel leaves whole
-  context parallel   changes only the attention cores and the visibility
-  sequence splits    change the same, for parts of sequences in a pipeline
-  compile            takes a layer's `forward`, after the last replacement in it
-  checkpointing      goes around the compiled layer: torch 2.13 fails the other way round with tensor parallel
-  data parallel      is outermost: `fully_shard` shards the parameters that all the others left
+- stages: cut first, so that no device makes parameters that it will not keep
+- float8: swaps linear modules, which tensor parallel then splits
+- tensor parallel: replaces parameters, so it comes before whatever wraps them
+- expert parallel: shares out the experts, which tensor parallel leaves whole
+- context parallel: changes only the attention cores and the visibility
+- sequence splits: change the same, for parts of sequences in a pipeline
+- compile: takes a layer's `forward`, after the last replacement in it
+- checkpointing: goes around the compiled layer, because torch 2.13 fails the other way round with tensor parallel
+- data parallel: outermost, because `fully_shard` shards the parameters that all the others left
 
-Adapters (models/lora.py) are in the model from the start. Last, it is given memory and weights, and tied again; then
-the schedule of a pipeline is built.
+Adapters (models/lora.py) are in the model from the start. The model gets memory and weights last, and is tied again.
+The schedule of a pipeline is built after that.
 """
 
 from collections.abc import Mapping

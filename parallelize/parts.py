@@ -54,7 +54,7 @@ class PartStage(Stage):
 
 
 class _Part(NamedTuple):
-    """What a part's attention needs to know, in visible.made."""
+    """Facts that a part's attention needs, in visible.made."""
 
     sequence: int
     """The number of the micro-batch."""
@@ -65,15 +65,15 @@ class _Part(NamedTuple):
 
 
 class _PartVisibility(Visibility):
-    """What a part's queries see of the sequence up to the end of the part."""
+    """Visibility of a part's queries, over the sequence up to the end of the part."""
 
     def __init__(self, splits: int) -> None:
         super().__init__()
         self.splits = splits
         self.number: int | None = None
-        """Of the part, counted over all micro-batches; None: whole sequences."""
+        """Number of the part, counted over all micro-batches; None for whole sequences."""
         self._documents: list[Tensor] = []
-        """Of the sequence's parts so far."""
+        """Document ids of the sequence's parts so far."""
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         if self.number is None:
@@ -105,9 +105,9 @@ class _PartCore(AttentionCore):
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Of each sequence whose backward is not done: keys and values (B, G, S, K) of its parts so far."""
+        """Sequence -> keys and values (B, G, S, K) of its parts so far, until its backward is done."""
         self.gradients: dict[int, list[Tensor]] = {}
-        """What later parts have added to the gradients (2, B, G, S, K) of these, in float32."""
+        """Sequence -> gradients (2, B, G, S, K) of its parts' keys and values from later parts, in float32."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         part = visible.made

@@ -17,7 +17,7 @@ def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[
 def sequence_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
     """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence.
 
-    By pieces: an index would be made on the host, whose copy to a GPU waits for all that the GPU has to do.
+    Pieces are concatenated, because an index would be made on the host and its copy to a GPU would wait for the stream.
     """
     if not balanced:
         return tensor

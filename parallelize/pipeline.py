@@ -133,7 +133,7 @@ class Pipeline:
             self._schedule = schedule.load()(parts[0] if schedule.one_stage else parts, **options)
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
         self._tables: dict[int, Any] = {}
-        """Of a tied embedding, by stage."""
+        """Stage -> table of a tied embedding."""
         for number, module in self._modules.items():
             if module.config.tie_embeddings and number in (0, self._count - 1):  # type: ignore[union-attr]
                 # .weight may be a copy in bfloat16.

@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
     """In one message of all ranks, or from neighbour to neighbour."""
 
     def passed_on(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of this rank, of the rank before it, and so on. The next ones are under way meanwhile."""
+        """Yields this rank's keys and values, then each previous rank's; the next transfer overlaps."""
         from torch.distributed import _functional_collectives as collectives
 
         rank, ranks = self.group.rank(), self.group.size()
@@ -121,7 +121,7 @@ class Exchange(NamedTuple):
 
 
 def _arrived(tensor: Tensor) -> Tensor:
-    """What a message brings, waited for; an AsyncCollectiveTensor would go on into kernels, and not all take it."""
+    """The received tensor, after a wait, because not all kernels take an AsyncCollectiveTensor."""
     from torch.distributed import _functional_collectives as collectives
 
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor

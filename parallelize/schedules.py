@@ -57,7 +57,7 @@ SCHEDULES = {
     "ZBVZeroBubble": Schedule(f"{_TORCH}ZBVZeroBubble", _TWO, v_shaped=True, splits_backward=True),
     "DualPipeV": Schedule(f"{_TORCH}DualPipeV", _TWO, v_shaped=True, splits_backward=True, lacks=_one_a_stage),
 }
-"""By the names of parallelism.pipeline_parallel_schedule."""
+"""parallelism.pipeline_parallel_schedule -> Schedule."""
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor: its slice, its gradients, its bytes."""
+"""This rank's shard of a tensor: its slice, its gradients, its bytes."""
 
 import itertools
 import math
@@ -159,7 +159,7 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
 
 
 def _unsharded_bytes(parameter: Tensor) -> int:
-    """Of the gradient of a parameter that FSDP has gathered: still split by tensor or expert parallel, in float32."""
+    """Bytes of the float32 gradient of a parameter that FSDP has gathered; tp or ep may still split it."""
     if not isinstance(parameter, DTensor):
         return parameter.nbytes
     names = parameter.device_mesh.mesh_dim_names or ()

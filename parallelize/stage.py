@@ -1,7 +1,7 @@
-"""A pipeline's stage that holds a message no longer than its forward or backward needs it.
+"""A pipeline stage that frees each receive buffer once forward or backward has used it.
 
-torch's allocates one buffer for each micro-batch, of what it receives and of the gradients that come back, and keeps
-them all for the life of the stage: memory that grows with the number of micro-batches (pytorch issue 136380).
+torch's stage allocates receive buffers for the activations and gradients of every micro-batch and keeps them for its
+life, so memory grows with the number of micro-batches (pytorch issue 136380).
 """
 
 from collections.abc import Iterable

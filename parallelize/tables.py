@@ -67,7 +67,7 @@ def read_table(path: str) -> Order:
 
 
 def stages_of_table(path: str) -> list[list[int]]:
-    """Of each rank."""
+    """The stages of each rank."""
     return [sorted({stage for step in order for _, stage, _ in step}) for order in read_table(path)]
 
 
@@ -89,7 +89,7 @@ def written(step: Step) -> str:
 
 
 def wrong_with(orders: Order, pp: int, micro_batches: int) -> str:
-    """What is wrong with a table for so many ranks and micro-batches, in words; empty if nothing is."""
+    """Why a table does not suit these numbers of ranks and micro-batches; empty if it does."""
     if len(orders) != pp:
         return f"it has rows for {len(orders)} ranks, not for {pp}"
     ranks: dict[int, int] = {}

@@ -1,10 +1,13 @@
 """Tensor parallel: each matrix is split over tp ranks (arXiv:1909.08053), activations between matrices along the
 sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 
-A plan is data: pattern of module names -> style. The styles are torch's own (ColwiseParallel, RowwiseParallel,
-SequenceParallel, PrepareModuleInput) and what torch lacks: norms without sequence parallel, weights that ranks hold
-whole and use for their own heads, an embedding whose gradient is no larger than a rank's rows, and a head with its
-loss.
+A plan is data: pattern of module names -> style. Styles are torch's own (ColwiseParallel, RowwiseParallel,
+SequenceParallel, PrepareModuleInput), and four that torch lacks:
+
+- norms without sequence parallel
+- weights that ranks hold whole and use for their own heads
+- an embedding whose gradient is no larger than a rank's rows
+- a head with its loss
 """
 
 import functools
@@ -83,7 +86,7 @@ class KeyValueHeads(ColwiseParallel):
     """
 
     heads = 0
-    """Of the model."""
+    """Heads of the model."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         ranks = device_mesh.size()
@@ -94,7 +97,7 @@ class KeyValueHeads(ColwiseParallel):
         first = device_mesh.get_local_rank() * self.heads // ranks * width
 
         def forward(x_BSD: DTensor) -> Tensor:
-            # By getattr: it may be a copy in bfloat16.
+            # getattr, because the attribute may be a copy in bfloat16.
             whole = {name: partial_sum(getattr(module, name)) for name, _ in module.named_parameters()}
             rows = {name: tensor[first : first + width] for name, tensor in whole.items()}
             x = partial_sum(x_BSD)
@@ -171,9 +174,8 @@ def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: D
     """Let each rank multiply with its part of a frozen weight, and of an adapter, split to match: columns of the weight
     are A's (r, in), rows are B's (out, r).
 
-    No activation is exchanged beyond those of the weight: the adapter's product is added to the rank's own part of W x.
-    What is whole on every rank, A beside rows, B beside columns or both beside a whole weight, has partial sums for
-    gradients.
+    The adapter's product is added to the rank's own part of W x, so it exchanges no activation of its own. The factor
+    that is not split gets partial-sum gradients.
     """
     assert isinstance(module.weight, DTensor)
     (split,) = module.weight.placements
@@ -197,7 +199,7 @@ def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: D
 
 
 def _own(tensor: Any) -> Tensor:
-    """What a rank computes with: its part of a split tensor, or a whole one, whose gradient is then a partial sum."""
+    """A rank's shard of a split tensor; or the whole tensor, whose gradient is then a partial sum."""
     return partial_sum(tensor) if tensor.placements[0].is_replicate() else tensor.to_local()
 
 

@@ -1,1 +1,1 @@
-"""What a person starts: training (start), its check and dry run, text from a model, the page of curves."""
+"""Commands: training (start), its check and dry run, text from a model, the page of curves."""

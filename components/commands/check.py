@@ -40,7 +40,7 @@ _APART_SECONDS = 60
 
 
 class Job:
-    """What is checked: a job whose configuration is right, and how its ranks would be started."""
+    """The job under check: its configuration, which is right, and how its ranks would be started."""
 
     def __init__(self, argv: list[str], config: JobConfig, settings: Settings) -> None:
         self.argv, self.config, self.settings = argv, config, settings
@@ -138,7 +138,7 @@ def disk(job: Job) -> str:
 
 
 def memory(job: Job) -> str:
-    """What a dry run of rank 0 holds, against the device."""
+    """Memory of a dry run of rank 0, against that of the device."""
     command = [sys.executable, "-P", "-m", "components.commands.dry_run", "--json", *job.argv]
     command += ["--comm.mode", "fake_backend"]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
@@ -215,7 +215,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "port": port,
     "clock": clock,
 }
-"""What is checked beside the configuration, in this order: each returns what it found, or raises ConfigError."""
+"""Checks beside the configuration, in this order: each returns its finding, or raises ConfigError."""
 NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
 """A model or degrees that are refused leave these nothing to check."""
 

@@ -71,7 +71,7 @@ def init_fake_group() -> torch.device:
 class Meter(TorchDispatchMode):
     """Counts the bytes of live tensors, and those that collectives send in each dimension of the mesh.
 
-    Of a collective it counts the whole buffer that it fills or sums, on this rank.
+    A collective counts with the whole buffer that it fills or sums on this rank.
     """
 
     def __init__(self, mesh: Mesh | None, tensors: Any = ()) -> None:
@@ -236,7 +236,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
 def held(run: train.Run, meter: Meter) -> dict[str, int]:
     """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all.
 
-    What it keeps in the host's memory alone comes last.
+    Bytes in the host's memory alone come last.
     """
     weights, gradients = _bytes(run.parameters), _bytes(p.grad for p in run.parameters if p.grad is not None)
     moments = _bytes(value for state in run.optimizer.state.values() for value in state.values() if value.ndim)

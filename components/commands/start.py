@@ -24,7 +24,7 @@ from parallelize.rules import check_device, check_layout, warnings
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 RANK = "components.launch.rank:run"
-"""What each rank does, as "module:function"."""
+"""The function that each rank runs, as "module:function"."""
 
 _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
@@ -135,10 +135,10 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
 
 
 def check_initial_weights(config: JobConfig) -> None:
-    """Raises ConfigError, with every misfit, where a folder to start from does not fit.
+    """Raises ConfigError, with every misfit, if a folder of initial weights does not fit the model.
 
-    Of Hugging Face (checkpoint.initial_load_in_hf), also where initial_load_in_hf_quantized does not say what it has;
-    of PEFT (lora.initial_load_path).
+    Such folders are Hugging Face's (checkpoint.initial_load_in_hf), whose FP8 or MXFP4 weights have to be announced by
+    initial_load_in_hf_quantized, and PEFT's (lora.initial_load_path).
     """
     if config.model.lora.initial_load_path:
         from components.state.adapters import check_adapters

@@ -1,4 +1,4 @@
-"""What a run says when it starts: model, layout, batch, and a learning rate that will not reach its peak."""
+"""Lines printed when a run starts: model, layout, batch, and a warning if the learning rate will not reach its peak."""
 
 import json
 from collections.abc import Sequence

@@ -151,7 +151,7 @@ class _Shards:
         return squares
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:
-        """By part, in float64."""
+        """Sums of squares (parts,), in float64."""
         squares = torch.stack(exact_norms(tensors)).square()
         return squares.new_zeros(self.parts).index_add_(0, self.numbers, squares)
 

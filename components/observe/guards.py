@@ -30,7 +30,7 @@ from parallelize.sharding import is_copy, local_part
 
 @dataclass
 class Judgement:
-    """Of one step, on its way to the host."""
+    """The numbers of one step, copied to the host without a wait."""
 
     step: int
     sequences: int
@@ -39,7 +39,7 @@ class Judgement:
     """This rank's part."""
     norm: Tensor
     own_norms: list[Tensor]
-    """Of this rank's parts of the gradients, in the order of local_gradients."""
+    """Norms of this rank's gradient shards, in the order of local_gradients."""
     numbers: Tensor
     """Skipped steps in a row; with a guard for spikes also those of Spikes.judge."""
     copied: torch.cuda.Event | None
@@ -121,7 +121,7 @@ class Guards:
         return {"skipped_steps": self.skipped_steps.item(), **spikes}
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """The numbers that a checkpoint keeps."""
         spikes = {"spikes": self.spikes.state()} if self.spikes else {}
         return {"skipped_steps": int(self.skipped_steps), **spikes}
 

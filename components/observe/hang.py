@@ -44,10 +44,10 @@ class Wait:
 
 @dataclass
 class Report:
-    """Of one rank."""
+    """One rank's view of a hang."""
 
     waits: list[Wait]
-    """What its main thread may be waiting for, oldest first."""
+    """Collectives that its main thread may be waiting for, oldest first."""
     failed: bool
     """Its collective has timed out."""
     place: str
@@ -129,11 +129,10 @@ class HangWatch:
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
 
     def _look(self) -> None:
-        """Note now and then what is not done: once a collective has failed, it is done for the flight recorder.
+        """Note pending collectives at intervals, because the flight recorder lists a failed collective as done.
 
-        gloo keeps to no timeout, and the flight recorder has no note, where the stages of a pipeline wait for each
-        other: a main thread that has waited there for the timeout, without any processor time, has timed out, and this
-        thread ends its rank.
+        Waits between pipeline stages have no timeout in gloo and no entry in the flight recorder. If the main thread
+        uses no processor time there for the length of the timeout, this thread ends its rank.
         """
         clock = getattr(time, "pthread_getcpuclockid", None)  # macOS lacks it, and this watch
         used = looked = now = 0.0

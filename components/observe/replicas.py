@@ -65,7 +65,7 @@ class Replicas:
                     yield label, everywhere, tensor
 
     def _hashes(self) -> dict[str, int]:
-        """Of all that ranks along each dimension hold alike; one flipped bit changes it."""
+        """Mesh dimension -> hash of all tensors that its ranks hold alike; one flipped bit changes the hash."""
         sums: dict[frozenset[str], list[Tensor]] = {}
         for _, dimensions, tensor in self._held():
             if dimensions:
@@ -115,10 +115,10 @@ def mix(sums: Tensor) -> Tensor:
 
 
 def suspects(groups: list[dict[int, int]]) -> list[int]:
-    """Of groups of ranks (rank -> hash) that should be equal and are not: the ranks that are wrong.
+    """The ranks most likely wrong, given groups {rank: hash} whose hashes should be equal and are not.
 
-    In each group those without the hash of the majority, all if there is none; and of these the ones that most groups
-    suspect.
+    Each group suspects the ranks without the majority's hash, or all its ranks if there is no majority. The result is
+    the ranks that most groups suspect.
     """
     found = []
     for group in groups:

@@ -23,7 +23,7 @@ _WAITING = ("/torch/distributed/", "/components/launch/signals.py")
 _CALLS = ("/torch/_ops.py", "/torch/_library/autograd.py")
 """Through which operations are called."""
 _COMPUTING = "/torch/distributed/tensor/"
-"""Of torch.distributed's folders the one whose calls compute; its collectives are called through another."""
+"""The folder of torch.distributed whose calls compute; collectives are called through another folder."""
 
 
 class Stragglers:

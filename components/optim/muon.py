@@ -22,13 +22,13 @@ from models.random_bits import key_of
 from parallelize.sharding import Slice, local_part, slices_of
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon)."""
+"""Coefficients of the quintic Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon)."""
 
 
 def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
-    """The nearest semi-orthogonal matrix, about: singular values end between 0.7 and 1.2. In the matrix's precision.
+    """Approximately the nearest semi-orthogonal matrix: singular values end between 0.7 and 1.2.
 
-    Of stacked matrices (E, F, D): each by itself.
+    Computed in the matrix's precision. Stacked matrices (E, F, D) are orthogonalised one by one.
     """
     a, b, c = _COEFFICIENTS
     product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
@@ -83,13 +83,13 @@ class Muon(torch.optim.Optimizer):
 
     @cached_property
     def visits(self) -> Visits:
-        """Of the matrices, in the order in which step looks at their momentum."""
+        """Visits to the matrices, in the order in which step reads their momentum."""
         rounds = itertools.chain.from_iterable(itertools.zip_longest(*self.shares))
         order = [*self.own, *(number for number in rounds if number is not None)]
         return Visits([self.matrices[number][1] for number in order], self.state, self._new_state, self.offload)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What is not rounded has no need of a step."""
+        """The momentum; and the step, which random rounding needs, if anything is rounded."""
         rounded = self.state_dtype != "float32" or parameter.dtype != torch.float32
         step = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} if rounded else {}
         return new_moment(parameter, "momentum", self.state_dtype) | step
@@ -174,10 +174,10 @@ def exchange(
     rank: int,
     group: dist.ProcessGroup | None,
 ) -> list[Tensor]:
-    """Rank r of the group gets the whole of matrix r, and every rank its slice of work(whole), of every matrix.
+    """Gather matrix r on rank r, apply work to it there, and return this rank's slices of all results.
 
-    sent: this rank's slice of each matrix; slices: those of all ranks. A rank without a matrix has None and no slices.
-    Of ranks with the same slice one sends it.
+    sent: this rank's slice of each matrix; slices: all ranks' slices. A rank without a matrix has None and no slices.
+    One rank sends a slice that several hold.
     """
     if len(sent) == 1:
         return [work(each) for each in sent if each is not None]
@@ -201,7 +201,7 @@ def exchange(
 
 
 def _one_of_each(pieces: Sequence[Slice], turn: int) -> set[int]:
-    """Of the ranks that hold the same piece one, another one in each turn."""
+    """Picks one sender for each duplicated slice, rotating with `turn`."""
     holders: dict[Slice, list[int]] = defaultdict(list)
     for rank, piece in enumerate(pieces):
         if math.prod(piece.shape):
@@ -210,7 +210,7 @@ def _one_of_each(pieces: Sequence[Slice], turn: int) -> set[int]:
 
 
 def _all_to_all(sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup | None) -> tuple[Tensor, ...]:
-    """What each rank of the group has sent to this one: as many elements as sizes says."""
+    """The tensors received from each rank of the group, with these numbers of elements."""
     received = sent[0].new_empty(sum(sizes))
     dist.all_to_all_single(received, torch.cat([*sent]), [*sizes], [len(each) for each in sent], group=group)
     return received.split([*sizes])

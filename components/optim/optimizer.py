@@ -23,14 +23,14 @@ from parallelize.sharding import exact_norms, is_copy, local_part
 
 @dataclass(frozen=True)
 class Shared:
-    """What an optimizer that needs whole matrices knows of the run."""
+    """Facts of the run for an optimizer that needs whole matrices."""
 
     ranks: dist.ProcessGroup | None = None
     """The ranks that hold parts of the same parameters; None for this rank alone."""
     precision: torch.dtype = torch.float32
-    """Of forward and backward."""
+    """Precision of forward and backward."""
     seed: int = 0
-    """Of random rounding."""
+    """Seed of random rounding."""
 
 
 def _adam(config: Optimizer) -> dict[str, Any]:
@@ -39,9 +39,9 @@ def _adam(config: Optimizer) -> dict[str, Any]:
 
 
 class _OfLocalParts(torch.optim.Adam):
-    """Adam of DTensors by their local parts: each element has its own update, and DTensor has nothing to find out.
+    """Adam over the local shards of DTensors, because each element's update needs that element alone.
 
-    What DTensor does for one step of every shape takes longer than the whole step of a small model.
+    DTensor's dispatch of the first step of every shape takes longer than the whole step of a small model.
     """
 
     offload = False
@@ -129,7 +129,7 @@ def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> to
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer, Shared], torch.optim.Optimizer]
-"""Of groups of parameters, each of a role and with its weight decay; of the keys of [optimizer]; and of Shared."""
+"""(parameter groups, one a role with its weight decay; [optimizer]; Shared) -> the optimizer."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": _adam_of,
     "Adam": _adam_of,

@@ -1,7 +1,7 @@
 """Weights and moments kept in fewer bits than they are computed in: bfloat16, or 8 bits and a scale of each block.
 
-What is cut off rounds a number up or down at random, in proportion: updates below the last bit count on average.
-The random bits are of counter_hash, and no layout splits a block: every layout keeps the same numbers.
+Rounding is stochastic: a number goes up with the probability of the part cut off, so small updates count on average.
+The random bits come from counter_hash and no layout splits a block, so every layout keeps the same numbers.
 """
 
 import math
@@ -84,7 +84,7 @@ class Kept(NamedTuple):
 
     @staticmethod
     def of(state: Mapping[str, Tensor], name: str, turn: int) -> "Kept":
-        """Of what new_moment has made."""
+        """The Kept of a moment that new_moment has made."""
         _, values = local_part(state[name])
         scales = state.get(f"{name}_scale")
         return Kept(as_rows(values.detach()), None if scales is None else as_rows(local_part(scales)[1]), turn)

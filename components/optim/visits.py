@@ -1,8 +1,7 @@
-"""The parameters of an update with what the optimizer keeps of them, which may wait in the host's memory.
+"""Optimizer states that may wait in the host's memory and visit the device for the update, a bucket at a time.
 
-From there it visits the device, a bucket at a time: while one is updated the next arrives and the one before goes back,
-each on a stream of its own, through three buffers that stay for the whole run. On the CPU the same copies are made one
-after another.
+Three streams overlap: one bucket is updated while the next arrives and the previous one goes back. Three buffers on the
+device stay for the whole run. On a CPU the same copies are made one after another.
 """
 
 import itertools
@@ -28,7 +27,7 @@ class Piece(NamedTuple):
 
     parameter: Tensor
     rows: slice
-    """Of the part as (rows, columns)."""
+    """Rows of the shard, seen as (rows, columns)."""
     state: Mapping[str, Tensor]
     """Numbers without dimensions belong to the whole parameter, whose last piece changes them."""
     last: bool
@@ -76,7 +75,7 @@ class Visits:
         self._whole = [Piece(parameter, slice(None), states[parameter], True) for parameter in parameters]
         self._buckets: list[_Bucket] = []
         self.staged_bytes = 0
-        """Of the buffers on the device."""
+        """Bytes of the buffers on the device."""
         if offload and parameters:
             self._prepare(_cut(self._whole), parameters[0].device)
 
@@ -86,7 +85,7 @@ class Visits:
         size = max(sum(_room(kept) for piece in pieces for kept in _vectors(piece).values()) for pieces in cut)
         buffers = [_Buffer(size, device) for _ in cut[:_BUFFERS]]
         self.staged_bytes = size * len(buffers)
-        # What had the memory of the buffers before may still be in use.
+        # The buffers' memory may still be in use by earlier operations of the current stream.
         self._arriving.wait_stream(streams.current_stream())
         for pieces, buffer in zip(cut, itertools.cycle(buffers)):
             bucket, place = _Bucket(buffer, [], []), 0

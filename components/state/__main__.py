@@ -1,4 +1,4 @@
-"""What a run has saved: a list, whether it is whole, how two differ, and weights as a folder for transformers."""
+"""Saved checkpoints: list them, verify them, compare two, and write weights as a folder for transformers."""
 
 import argparse
 import sys

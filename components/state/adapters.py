@@ -121,7 +121,7 @@ def check_adapters(model: Any, asked: Lora, path: Path) -> None:
 
 
 def _alpha(lora: Lora, parts: int) -> float:
-    """Of an adapter of so many times the rank, whose scale is that of the others."""
+    """alpha of an adapter of `parts` times the rank, such that its scale is that of the others."""
     return lora.alpha * (parts**0.5 if lora.use_rslora else parts)
 
 

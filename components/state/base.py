@@ -65,7 +65,7 @@ def _sum_of_hashes(parameter: Tensor, key: int) -> Tensor:
 def load_run(model: Any, config: dict[str, Any], checkpoint: Path) -> None:
     """Fill a model, or this rank's slices of it, from a checkpoint of the run with this job file (run.json).
 
-    Of a run with adapters the base comes from where it came then. Raises ConfigError if anything does not fit.
+    A run with adapters reads its base from where the run read it. Raises ConfigError if anything does not fit.
     """
     if model.adapted:
         table = config["checkpoint"]

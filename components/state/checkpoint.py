@@ -176,9 +176,9 @@ class Checkpointer:
         return dict(self._named_tensors(with_optimizer))
 
     def _named_tensors(self, with_optimizer: bool, of_base: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """What is saved, by layout-free names; loading writes into the same tensors.
+        """Yields (layout-free name, tensor) of all that is saved; loading writes into the same tensors.
 
-        Of a model with adapters these alone, or with of_base all others.
+        Adapted models: adapters only; with of_base, the base only.
 
         A rank with both ends of a pipeline has a tied table, and its moments, twice.
         """
@@ -269,9 +269,9 @@ class Checkpointer:
                 shutil.rmtree(saved.folder.rename(self.folder / f"{STAGING}{saved.folder.name}"), ignore_errors=True)
 
     def _tidy(self) -> None:
-        """Remove the rest of a killed save and what it had replaced; restore that where nothing has its name.
+        """Remove what a killed save left: its staging folder, and the checkpoint that it was replacing.
 
-        What belongs to another branch than its replacement is not removed, but put aside.
+        A replaced checkpoint is restored if nothing has its name, and put aside if it belongs to another branch.
         """
         names = names_in(self.folder)
         for name in [name for name in names if name.startswith(STAGING)]:

@@ -1,6 +1,6 @@
-"""What a checkpoint folder means for this start: continue, take the initial weights, begin at step 0, or refuse.
+"""The choice at a start, from the checkpoint folder: continue, take the initial weights, begin at step 0, or refuse.
 
-Decided here alone, the same on all ranks, by reading only: what follows from it is renamed once the weights are loaded.
+All ranks make the same choice, by reading only. Folders are renamed later, once the weights are loaded.
 """
 
 import re
@@ -27,7 +27,7 @@ class Choice:
     branch: Branch = field(default_factory=Branch)
     damaged: list[Saved] = field(default_factory=list)
     later: list[Saved] = field(default_factory=list)
-    """What another branch has beyond the point at which this one begins."""
+    """Checkpoints of another branch, later than the step at which this branch begins."""
     said: list[str] = field(default_factory=list)
 
 

@@ -20,7 +20,7 @@ from components.config.files import digest, patiently, read_json
 from components.state.together import read_together
 
 VERSION = 1
-"""Of state.json. 0 is what had no version: there is neither a branch in it nor the number of ranks."""
+"""Version of state.json. Files without a version count as version 0; they lack branch and ranks."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 
 
@@ -86,7 +86,7 @@ def steps_in(folder: Path) -> list[tuple[int, Path]]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """What a folder lists, sorted; nothing if there is none. Raises OSError if it cannot be read."""
+    """Sorted names in a folder; empty if there is no folder. Raises OSError if the folder cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):

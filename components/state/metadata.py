@@ -1,7 +1,7 @@
 """The table of contents of a checkpoint (torch's .metadata, a pickle), read without executing anything of it.
 
-Each class that it may name stands for an empty one here: nothing in the file can call or change a class of ours or of
-torch's. What comes out is checked, and only then made into torch's own objects.
+The reader maps each allowed class name to an empty class of its own, so nothing in the file can call or change a real
+class. The result is checked before torch's objects are made from it.
 """
 
 import io

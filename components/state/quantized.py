@@ -20,7 +20,7 @@ class Stored(Protocol):
     def get_shape(self) -> list[int]: ...
 
     def get_dtype(self) -> str:
-        """By safetensors' names: F32, BF16, F8_E4M3, U8."""
+        """The dtype, as safetensors names it: F32, BF16, F8_E4M3, U8."""
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor: ...
 
@@ -41,7 +41,7 @@ class Fp8:
     """
 
     suffixes = ("", "_scale_inv")
-    """What the names of numbers and of scales add to the tensor's."""
+    """Suffixes of the names of numbers and of scales, after the tensor's name."""
     dtypes = ("F8_E4M3", "F32")
 
     def __init__(self, numbers: Stored, scales: Stored, quantization: Quantization) -> None:

@@ -1,4 +1,4 @@
-"""What a run has saved, as text: a list, whether files are whole, and how two checkpoints differ. Runs no pickle."""
+"""Checkpoints as text: a list, whether files are whole, and how two checkpoints differ. Runs no pickle."""
 
 import datetime
 import re

@@ -50,8 +50,8 @@ class Reader(dcp.FileSystemReader):
 def open_reader(folder: Path, group: dist.ProcessGroup | None = None, foreign: bool = False) -> Reader:
     """A reader of a verified checkpoint; the first rank reads the table of contents for all. Called by all ranks.
 
-    Raises ConfigError if the table asks for code, if it names a file that is outside the folder or that the manifest
-    does not list (a foreign checkpoint has none), or if something cannot be read.
+    Raises ConfigError if the table asks for code, if it cannot be read, or if it names a file outside of the folder or
+    not in the manifest (a foreign checkpoint has none).
     """
 
     def read() -> bytes:
@@ -102,9 +102,9 @@ def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """What is loaded at once: packed parameters of one layer, whose numbers take eight times their memory; all others.
+    """Groups of tensors that are loaded at once, equally many on every rank.
 
-    As many parts on every rank.
+    Packed parameters are loaded layer by layer, because unpacked they take eight times their memory.
     """
     packed = _packed(tensors)
     layers = itertools.groupby(packed, key=lambda name: name.split(".")[:3])

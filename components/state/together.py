@@ -1,4 +1,4 @@
-"""What ranks do together: one that fails is known to all, so that none waits for it."""
+"""Work that all ranks do together: every rank learns if one fails, so that none waits for it."""
 
 import functools
 from collections.abc import Callable

@@ -32,7 +32,7 @@ _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
 
 
 class HuggingFaceModel(Protocol):
-    """What import and export need of a model."""
+    """The methods of a model that import and export need."""
 
     def named_parameters(self, *, remove_duplicate: bool = True) -> Iterable[tuple[str, Tensor]]: ...
 
@@ -64,7 +64,7 @@ class _Index:
 
 @dataclass
 class _Config:
-    """What config.json says of the files."""
+    """The fields of config.json that describe the files."""
 
     quantization_config: Quantization | None = None
 
