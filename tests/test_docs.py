@@ -18,7 +18,7 @@ SOURCES = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted(fo
 
 
 def named(page: Path) -> list[str]:
-    """What stands in backticks on one line."""
+    """Texts in backticks that begin and end on one line."""
     return re.findall(r"`([^`\n]+)`", page.read_text())
 
 
@@ -51,7 +51,7 @@ def test_the_figure_of_windows_is_of_the_models_here() -> None:
 
 
 def test_every_message_that_is_explained_is_one_of_ours() -> None:
-    """Of what a first column quotes, all between numbers and dots is in the source."""
+    """Each quoted message is in the source, apart from its numbers and ellipses."""
     rows = re.findall(r"^\| `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     literals = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
