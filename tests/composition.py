@@ -14,7 +14,7 @@ import torch
 
 from components.config import ROOT
 from components.observe.metrics import git_revision
-from tests.layouts import AXES, layout
+from tests.layouts import AXES, SIDE_AXES, layout
 
 Row = dict[str, Any]
 """A layout's settings by axis, its ranks, verdict, figures, refusal and seconds: a line of the results."""
@@ -88,7 +88,8 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         "",
         "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
         "",
-        "A square is a pair of settings. Its colour is the worst gradient error of all proven layouts with both.",
+        "A square is a pair of settings; columns are degrees and methods. Its colour is the worst gradient error of",
+        "all proven layouts with both.",
         "A square is hatched if every layout with both is refused, perhaps for a third setting (a zero",
         "bubble), and white if no layout with both was run. The layouts in the tests cover such pairs.",
         "",
@@ -124,6 +125,10 @@ def _rule(refusal: str) -> str:
 
 
 def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> None:
+    """The worst gradient error of each pair of settings: all settings, against those of degrees and methods.
+
+    Pairs of two SIDE_AXES are left out: with them the labels are too small to read at the width of a page.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -131,38 +136,46 @@ def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> N
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 
-    settings = [(axis, value) for axis, values in axes.items() for value in values]
-    place = {setting: number for number, setting in enumerate(settings)}
+    columns = [axis for axis in axes if axis not in SIDE_AXES]
+    order = [*columns, *(axis for axis in axes if axis in SIDE_AXES)]
+    column_settings = [(axis, value) for axis in columns for value in axes[axis]]
+    row_settings = [(axis, value) for axis in order[1:] for value in axes[axis]]
+    row_of = {setting: number for number, setting in enumerate(row_settings)}
+    column_of = {setting: number for number, setting in enumerate(column_settings)}
     worst: dict[tuple[int, int], float] = {}
     refused: set[tuple[int, int]] = set()
     for row in rows:
-        for one, other in itertools.combinations(row["layout"].items(), 2):
-            pair = place[other], place[one]
+        settings = [(axis, row["layout"][axis]) for axis in order]
+        for one, other in itertools.combinations(settings, 2):
+            if one not in column_of:
+                continue
+            pair = row_of[other], column_of[one]
             if row["verdict"] == "proven":
                 worst[pair] = max(worst.get(pair, 0.0), row["figures"]["gradient"])
             elif row["verdict"] == "refused":
                 refused.add(pair)
-    size = len(settings)
-    errors = torch.full((size, size), math.nan)
+    errors = torch.full((len(row_settings), len(column_settings)), math.nan)
     for (down, across), value in worst.items():
         errors[down, across] = max(value, 1e-8)
-    figure, panel = plt.subplots(figsize=(11, 10.4), facecolor="white")
+    figure, panel = plt.subplots(figsize=(9, 15.4), facecolor="white")
     shown = panel.imshow(errors.numpy(), norm=LogNorm(1e-8, bar), cmap="viridis")
     for down, across in refused - worst.keys():
         style: dict[str, Any] = {"facecolor": "#eceff2", "edgecolor": "#8c959f", "hatch": "//////", "linewidth": 0}
         panel.add_patch(Rectangle((across - 0.5, down - 0.5), 1, 1, **style))
-    labels = [f"{axis.replace('_', ' ')}  {value}" for axis, value in settings]
-    panel.set_xticks(range(size), labels, rotation=90, fontsize=6.5)
-    panel.set_yticks(range(size), labels, fontsize=6.5)
-    edge = -0.5
-    for values in axes.values():
-        edge += len(values)
-        panel.axhline(edge, color="white", linewidth=1.2)
-        panel.axvline(edge, color="white", linewidth=1.2)
-    panel.tick_params(length=0)
+    panel.set_xticks(range(len(column_settings)), [_label(*each) for each in column_settings], rotation=90)
+    panel.set_yticks(range(len(row_settings)), [_label(*each) for each in row_settings])
+    for drawn, names in ((panel.axvline, columns), (panel.axhline, order[1:])):
+        for edge in itertools.accumulate(len(axes[axis]) for axis in names):
+            drawn(edge - 0.5, color="white", linewidth=2.5)
+    panel.tick_params(length=0, labelsize=9)
     for spine in panel.spines.values():
         spine.set_visible(False)
-    figure.colorbar(shown, ax=panel, shrink=0.4, anchor=(0, 1), label=f"worst gradient error; the bar is {bar:g}")
+    scale = figure.colorbar(shown, cax=panel.inset_axes((0.5, 0.93, 0.48, 0.012)), orientation="horizontal")
+    scale.set_label(f"worst gradient error; the bar is {bar:g}", fontsize=10)
     figure.tight_layout()
-    figure.savefig(PICTURE, dpi=110)
+    figure.savefig(PICTURE, dpi=150)
     plt.close(figure)
+
+
+def _label(axis: str, value: str) -> str:
+    return f"{axis} {value}".replace("_", " ")

@@ -1,4 +1,4 @@
-"""The pages say what is there: keys, files, messages; and the README leads to each of them."""
+"""The pages say what is there: keys, files, messages; the README leads to the index, and the index to every page."""
 
 import ast
 import json
@@ -18,7 +18,7 @@ SOURCES = [ROOT / "train.py", *(path for folder in FOLDERS for path in sorted(fo
 
 
 def named(page: Path) -> list[str]:
-    """What stands in backticks on one line."""
+    """Texts in backticks that begin and end on one line."""
     return re.findall(r"`([^`\n]+)`", page.read_text())
 
 
@@ -37,9 +37,11 @@ def test_every_key_and_link_of_a_page_is_there(page: Path) -> None:
         assert not anchor or anchor[1:] in anchors, anchor
 
 
-def test_the_readme_leads_to_every_page() -> None:
-    links = re.findall(r"\]\(docs/([^)]*)\)", (ROOT / "README.md").read_text())
-    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= set(links)
+def test_the_readme_leads_to_the_index_and_the_index_to_every_page() -> None:
+    index = ROOT / "docs/README.md"
+    assert "](docs/README.md)" in (ROOT / "README.md").read_text()
+    links = re.findall(r"\]\(([^)/]*)\)", index.read_text())
+    assert sorted(links) == sorted(path.name for path in index.parent.glob("*.md") if path != index)
 
 
 def test_the_figure_of_windows_is_of_the_models_here() -> None:
@@ -49,7 +51,7 @@ def test_the_figure_of_windows_is_of_the_models_here() -> None:
 
 
 def test_every_message_that_is_explained_is_one_of_ours() -> None:
-    """Of what a first column quotes, all between numbers and dots is in the source."""
+    """Each quoted message is in the source, apart from its numbers and ellipses."""
     rows = re.findall(r"^\| `(.+?)`", (ROOT / "docs/troubleshooting.md").read_text(), re.M)
     trees = [ast.parse(path.read_text()) for path in SOURCES]
     literals = (node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Constant))
