@@ -163,7 +163,7 @@ def local_batches(run: Run) -> Iterator[Batch]:
 
 
 def divisor(run: Run) -> int:
-    """What the loss of the next global batch is divided by: its labels, as a rule."""
+    """The divisor of the next global batch's loss: the number of its labels, as a rule."""
     return max(1, local_order(run, run.sequences).count(run.objective.divisor))
 
 

@@ -33,7 +33,7 @@ class Objective:
     columns: tuple[str, ...] = ()
     """Columns (B, S) of a batch beside tokens, labels, positions and document_ids: rows of COLUMNS in the loader."""
     divisor: str = "labels"
-    """What the step's loss is divided by, counted over the global batch: a row of DIVISORS beside the loader."""
+    """The count over the global batch that divides the step's loss: a row of DIVISORS beside the loader."""
     logged: tuple[str, ...] = ()
     """Names of further numbers of a logged step: sums over tokens, divided like the loss."""
 
@@ -46,7 +46,7 @@ def _next_token(log_total: Tensor, label_logit: Tensor) -> Terms:
 OBJECTIVES: dict[str, Objective] = {
     "next_token": Objective(_next_token),
 }
-"""By the name that training.objective gives."""
+"""training.objective -> Objective."""
 
 
 def choose_objective(model: nn.Module, name: str) -> None:

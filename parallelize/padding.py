@@ -1,9 +1,9 @@
 """Padding: tokens that a layout adds at the end of each sequence, so that ranks and stages share it evenly.
 
-    context parallel    as many tokens for each rank of cp; twice that for the head-tail balancer
-    sequence parallel   as many hidden states for each rank of tp, of each rank of cp
-    sequence splits     as many tokens for each part of a sequence, in a pipeline
-    micro-batches       none: rules refuse a batch that they do not divide
+- context parallel: a multiple of cp tokens; of 2 cp for the head-tail balancer
+- sequence parallel: a multiple of cp x tp
+- sequence splits of a pipeline: a multiple of that, for each part
+- micro-batches: no padding, because rules refuse a batch that they do not divide
 
 Padding has no label, position -1, and a document of its own if there are documents. Causal attention hides it from all
 tokens of the sequence. Experts and the largest attention logit skip it. The divisor and the data order do not count it.

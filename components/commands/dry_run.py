@@ -253,7 +253,7 @@ def held(run: train.Run, meter: Meter) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What a rank would hold and send."""
+    """Memory and messages of one rank."""
 
     rank: int
     ranks: int

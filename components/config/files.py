@@ -21,7 +21,7 @@ WAITS_SECONDS = [0.1, 0.3, 1.0]
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:
-    """What read returns, tried again after each of WAITS_SECONDS. Raises the last OSError, which names path."""
+    """The result of `read`, retried after each of WAITS_SECONDS. Raises the last OSError, which names path."""
     for seconds in WAITS_SECONDS:
         try:
             return read()

@@ -20,7 +20,7 @@ class ConfigError(Exception):
 
 
 def describe_type(annotation: Any) -> str:
-    """What a key takes, in words: "an integer of 1 or more", '"fused" or "foreach"'."""
+    """The values that a key takes, in words: "an integer of 1 or more", '"fused" or "foreach"'."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = [

@@ -32,7 +32,7 @@ class Lora:
     rank: NonNegative = 0
     """Rank of each adapter; 0 for none."""
     alpha: PositiveFloat = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """The adapter's product is multiplied by alpha / rank."""
     target_modules: Literal["all-linear"] | list[str] = "all-linear"
     """Matrices of the layers that have adapters, by their names here (wq) or in Hugging Face's files (q_proj)."""
     use_rslora: bool = False

@@ -30,7 +30,7 @@ RENAMED: dict[str, tuple[str, str]] = {
 RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("model.name", "llama3"): "llama",
     ("model.flavor", "debugmodel"): "debug",
-    # What each repository bundles to try things with.
+    # Small data and tokenizers that each repository bundles.
     ("model.hf_assets_path", "./tests/assets/tokenizer"): "assets/tokenizer",
     ("training.dataset", "c4_test"): "kjv",
 }

@@ -10,7 +10,7 @@ from components.config.bounds import Beta, Fraction, NonNegative, Positive, Posi
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """What the optimizer does otherwise with the parameters of a role."""
+    """Learning rate and decay of the parameters of a role."""
 
     lr_factor: Annotated[float, Ge(0)] = 1.0
     """Factor of the learning rate of each step."""
@@ -52,7 +52,7 @@ class Optimizer:
     matrix: Role = field(default_factory=Role)
     """The matrices of the layers."""
     bias: NormRole = field(default_factory=NormRole)
-    """What is added to products, and the sinks of attention."""
+    """Biases of products, and the sinks of attention."""
     norm: NormRole = field(default_factory=NormRole)
     """The vectors of the norms."""
     router: Role = field(default_factory=Role)

@@ -24,7 +24,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """What is logged, and where to. metrics.jsonl, run.json and loss.png are always written."""
+    """Numbers that are logged, and where. metrics.jsonl, run.json and loss.png are always written."""
 
     log_freq: Positive = 10
     """Steps between two logged steps; in between the host never waits for the device."""
@@ -85,8 +85,8 @@ class Checkpoint:
     last_save_model_only: bool = False
     """The checkpoint of the last step holds only weights; such a run cannot be continued."""
     last_save_in_hf: bool = False
-    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face. Of adapters,
-    those alone, as PEFT's."""
+    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face. A run with
+    adapters writes only these, for PEFT."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10

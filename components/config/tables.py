@@ -66,7 +66,7 @@ class Training:
     seq_len: Positive = 2048
     """Tokens of one sequence."""
     objective: Name = "next_token"
-    """What is minimised (models/objective.py)."""
+    """Loss that is minimised (models/objective.py)."""
     document_mask: bool = False
     """Attention stays inside each document of a packed sequence, and positions restart at each document."""
     max_norm: PositiveFloat = 1.0

@@ -41,7 +41,7 @@ Documents = Iterable[tuple[str | BadRecord, Any]]
 
 @dataclass(frozen=True)
 class DataSpec:
-    """What is tokenized, and how."""
+    """The text to tokenize, and how."""
 
     path: str
     text_field: str
@@ -52,7 +52,7 @@ class DataSpec:
 
 @dataclass
 class _Index:
-    """What is read of index.json."""
+    """The fields of index.json that are read."""
 
     key: str
     dtype: Literal["uint16", "uint32"]

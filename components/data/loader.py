@@ -29,7 +29,7 @@ COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
 DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
     "labels": lambda sequences, numbers: sequences.count_valid(numbers),
 }
-"""What a step's loss may be divided by, counted in sequences with these numbers."""
+"""Objective.divisor -> its count in the sequences with these numbers."""
 
 
 @dataclass(eq=False)

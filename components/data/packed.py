@@ -31,7 +31,7 @@ class PackedSequences:
     """
 
     content: str | None = None
-    """What the key of a folder's stream does not tell: a hash of its files; of the rest the key tells all."""
+    """A hash of the files of a folder that is streamed; None elsewhere, because the key covers the content."""
 
     def __init__(
         self,

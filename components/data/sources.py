@@ -75,7 +75,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def _matches(pattern: str) -> Iterator[Path]:
-    """What a glob matches; ** by walk, since glob's own ** follows circular links."""
+    """Yields the paths that a glob matches. ** uses walk, because glob's own ** follows circular links."""
     parts = Path(pattern).parts
     if "**" not in parts:
         yield from map(Path, glob.glob(pattern))

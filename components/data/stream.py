@@ -39,7 +39,7 @@ _NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revisi
 
 @dataclasses.dataclass(frozen=True)
 class StreamSpec(DataSpec):
-    """What is streamed (always the split "train"), and how it is tokenized."""
+    """The stream (always the split "train"), and how it is tokenized."""
 
     config: str | None
     revision: str | None
@@ -64,7 +64,7 @@ def is_stream(training: Training) -> bool:
 
 
 def stream_spec(config: JobConfig) -> StreamSpec:
-    """What the job streams; the commit is resolved by the hub.
+    """The job's stream; the hub resolves its commit.
 
     Raises ConfigError of one line: no network, dataset, revision or access, not a folder, or a key that a stream cannot
     honour.
@@ -202,7 +202,7 @@ _KINDS = ("parquet", "json", "text", "csv", "arrow")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What the writer has published last; empty before it has."""
+    """The progress that the writer published last; empty before the first time."""
     return read_json_if_whole(folder / "progress.json")
 
 

@@ -42,7 +42,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     rows: int
-    """Of an embedding table for it: one more than the largest id of a text, of its first and of its last token."""
+    """Embedding rows needed: 1 + largest id of text, BOS or EOS."""
     bos_id: int | None
     eos_id: int | None
 
@@ -105,7 +105,7 @@ class _AddedToken:
 
 @dataclass
 class _Settings:
-    """What is read of tokenizer_config.json."""
+    """The fields of tokenizer_config.json that are read."""
 
     bos_token: str | _AddedToken | None = None
     eos_token: str | _AddedToken | None = None

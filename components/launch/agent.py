@@ -1,8 +1,11 @@
 """torchrun's agent (torch.distributed.elastic), which starts the ranks of a node and restarts them, with our own ranks.
 
-Its four abstract methods are implemented here, because torchrun's local agent kills a rank that is still saving 30
-seconds after another rank ended, signals loader workers too, dies of SIGUSR1, breaks progress bars into lines, and
-always exits with 1.
+Its four abstract methods are implemented here, because torchrun's local agent:
+
+- kills a rank that is still saving 30 seconds after another rank ended
+- signals loader workers too, and dies of SIGUSR1
+- breaks progress bars into lines
+- always exits with 1
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Documented in the README; a stop by signal N exits with 128 + N, if the run was saved or saves nothing."""
+    """Documented in docs/runs.md; a stop by signal N exits with 128 + N, if the run was saved or saves nothing."""
 
     DONE = 0
     ERROR = 1

@@ -1,4 +1,4 @@
-"""What the C library does with memory that a rank has freed."""
+"""Settings of the C library for memory that a rank has freed."""
 
 import contextlib
 import ctypes

@@ -26,8 +26,9 @@ NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGH
 """Signals that fork_server.py blocks, and ranks do not."""
 _FORKS = multiprocessing.get_context("forkserver")
 _EXIT_CODES = threading.Lock()
-"""Process.start and join both read exit codes of ended processes, from a pipe that has each code once: of two threads
-in it, one would take the other's process for one of a dead server.
+"""Held while a thread reads exit codes. Process.start and join read them from a pipe that has each code once.
+
+Without the lock one thread would miss a code that another has read, and take its process for one of a dead server.
 """
 _SERVER_DIED = 255
 """multiprocessing's exit code of a process whose server has died: nobody knows its own, and it may still run."""

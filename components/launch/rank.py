@@ -1,4 +1,4 @@
-"""What each rank does. The process that ranks are forked from imports this module, and so all that train.py needs."""
+"""The work of a rank. The process that ranks are forked from imports this module, and so all that train.py needs."""
 
 import sys
 

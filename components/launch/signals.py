@@ -1,4 +1,4 @@
-"""What signals mean, to the launcher and to its ranks alike, and what ranks agree on without waiting for each other.
+"""Signals and their meaning, for launcher and ranks alike, and how ranks agree on a stop without waiting.
 
 SIGTERM, SIGINT, SIGUSR1       save and stop; SIGHUP to the launcher is passed on as SIGTERM
 one more within 5 seconds      the same request: a cluster may signal the launcher and its ranks, and the launcher
@@ -33,7 +33,7 @@ SAME_STOP_SECONDS = 5.0
 
 
 class StopRequest:
-    """What the signals that one process has received ask for."""
+    """The request made by the signals that one process has received."""
 
     def __init__(self) -> None:
         self.number = 0
