@@ -66,7 +66,7 @@ CASES = [
         "error",
         model=SIX,
     ),
-    Refused("splits", (SPLITS, "33", PP, "2"), "sequences have 32 tokens; 32 parts or fewer would do", "", ranks=2),
+    Refused("splits", (SPLITS, "33", PP, "2"), "sequences have 32 tokens; use 32 parts or fewer", "", ranks=2),
     Refused("splits", (SPLITS, "2"), "parts of sequences need parallelism.pipeline_parallel_degree of 2", "", ranks=1),
     Refused("splits", (SPLITS, "2", PP, "2", SCHEDULE, "GPipe"), 'need .*schedule = "1F1B"', ""),
     Refused("splits", (SPLITS, "2", PP, "2", CP, "2"), "need .*context_parallel_degree = 1", "", ranks=4),
@@ -78,7 +78,7 @@ CASES = [
         ranks=4,
         model=SIX,
     ),
-    Refused("reduce", (PP, "2", REDUCE, "each"), '"last" would do', "", model=SIX),
+    Refused("reduce", (PP, "2", REDUCE, "each"), 'use "last"', "", model=SIX),
     Refused("sums", (SHARD, "2", LOCAL, "6", REDUCE, "each"), '"last" adds them up in float32', "", run=BFLOAT16),
     Refused("turns", (PP, "2", LOCAL, "18", MICRO, "6"), "after each 18 sequences; 36 would be", "", run=BFLOAT16),
     Refused(
@@ -95,7 +95,7 @@ CASES = [
         "gradients would be wrong without an error",
         "gradient",
     ),
-    Refused("log of operations", (*LOG, *OP), 'selective_ac_option = "1" would do', "error", ranks=1),
+    Refused("log of operations", (*LOG, *OP), 'use selective_ac_option = "1"', "error", ranks=1),
     Refused("log of operations", (*LOG, *COMPILE), "no operation that could be logged", "error", ranks=1),
     Refused("log of operations", (*LOG, PP, "2", SCHEDULE, "DualPipeV"), "each layer twice again", "error", 2, SIX),
     *(
@@ -151,7 +151,7 @@ CASES = [
     Refused(
         "vocabulary",
         (TP, "2", SHARD, "3", LOCAL, "12"),
-        "share 1027 rows of the vocabulary unevenly.*; 1, 2, 4, .* FSDP ranks would do",
+        "share 1027 rows of the vocabulary unevenly.*; use 1, 2, 4, .* FSDP ranks",
         "weights at step 0",
         ranks=6,
         model={"vocab_size": 1027},
@@ -159,7 +159,7 @@ CASES = [
     Refused(
         "ulysses",
         (CP, "4", METHOD, "ulysses"),
-        "6 heads and 3 key/value heads.* context_parallel_degree = 1 or 3 would do",
+        "6 heads and 3 key/value heads.* use context_parallel_degree = 1 or 3",
         "error",
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 3, "dim": 96},
@@ -167,15 +167,15 @@ CASES = [
     Refused(
         "ulysses",
         (TP, "2", CP, "2", METHOD, "ulysses"),
-        "3 heads and 1 key/value heads.* context_parallel_degree = 1 would do",
+        "3 heads and 1 key/value heads.* use context_parallel_degree = 1",
         "",
         ranks=4,
         model={"n_heads": 6, "n_kv_heads": 1, "dim": 96},
     ),
-    Refused("experts' ranks", (TP, "2", EP, "2"), "llama changed has no experts; 1 would do", ""),
-    Refused("experts' ranks", (*EXPERTS, TP, "2", EP, "4"), "8 experts on 2 ranks.*; 1 or 2 would do", ""),
+    Refused("experts' ranks", (TP, "2", EP, "2"), "llama changed has no experts; use 1", ""),
+    Refused("experts' ranks", (*EXPERTS, TP, "2", EP, "4"), "8 experts on 2 ranks.*; use 1 or 2", ""),
     *(
-        Refused(f"experts.{key}", (f"--experts.{key}", "0.1"), "llama changed has no experts; 0 would do", "", ranks=1)
+        Refused(f"experts.{key}", (f"--experts.{key}", "0.1"), "llama changed has no experts; use 0", "", ranks=1)
         for key in ("bias_update_speed", "sequence_loss_factor", "z_loss_factor")
     ),
     Refused(

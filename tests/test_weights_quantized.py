@@ -300,7 +300,7 @@ def test_the_key_says_what_the_folder_has(fp8: tuple[Path, dict[str, Tensor]], t
     plain = tmp_path / folder.name
     shutil.copytree(folder, plain)
     save_file(there, plain / "model.safetensors")
-    said = "command line: {key} = true: FOLDER has no FP8 or MXFP4 weights; false would do"
+    said = "command line: {key} = true: FOLDER has no FP8 or MXFP4 weights; use false"
     assert check(plain, *QUANTIZED) == said.format(key=key)
 
 
@@ -311,9 +311,9 @@ BYTES = torch.zeros(2, 3, 1, 16, dtype=torch.uint8)
 @pytest.mark.parametrize(
     ("quantization", "tensors", "reason"),
     [
-        (None, {"x": FP8, "x_scale_inv": torch.ones(1, 1)}, "x is F8_E4M3: 16 to 64 bits"),
-        (None, {"x": FP8.to(torch.int8)}, "x is I8: 16 to 64 bits"),
-        ({"quant_method": "fp8"}, {"x": FP8}, "x is F8_E4M3: 16 to 64 bits"),
+        (None, {"x": FP8, "x_scale_inv": torch.ones(1, 1)}, "x is F8_E4M3: use 16 to 64 bits"),
+        (None, {"x": FP8.to(torch.int8)}, "x is I8: use 16 to 64 bits"),
+        ({"quant_method": "fp8"}, {"x": FP8}, "x is F8_E4M3: use 16 to 64 bits"),
         ({"quant_method": "fp8"}, {"x": FP8, "x_scale_inv": torch.ones(1, 2)}, r"F32 \[1, 2\] are not"),
         ({"quant_method": "fp8"}, {"x": FP8[0], "x_scale_inv": torch.ones(1)}, r"F8_E4M3 \[5\] and F32 \[1\] are not"),
         ({"quant_method": "fp8"}, {"x": FP8.half(), "x_scale_inv": torch.ones(1, 1)}, r"F16 \[3, 5\] and"),

@@ -161,9 +161,7 @@ def check_initial_weights(config: JobConfig) -> None:
     except ConfigError as error:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
     if quantized != checkpoint.initial_load_in_hf_quantized:
-        has = (
-            "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; false would do"
-        )
+        has = "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; use false"
         raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))
 
 

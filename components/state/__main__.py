@@ -67,7 +67,7 @@ def _export(options: argparse.Namespace) -> int:
     config, checkpoint = find_checkpoint(options.run, options.step)
     merges, adapters = options.command == "merge", chosen_model(config).lora
     if merges and not adapters.rank:
-        raise ConfigError(f"{options.run}: trained without adapters; export would do")
+        raise ConfigError(f"{options.run}: trained without adapters; use export")
     write = merge if merges else export_run
     write(config, checkpoint, options.folder, getattr(torch, options.dtype))
     said = f", onto the base in {adapters.base}, with which they were trained" if merges and adapters.base else ""

@@ -108,7 +108,7 @@ class Mxfp4:
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _FORMATS: dict[str, type[Fp8] | type[Mxfp4]] = {"fp8": Fp8, "mxfp4": Mxfp4}
 _WIDE = ("F64", "F32", "F16", "BF16")
-_ALLOWED = "16 to 64 bits, or with its scales and quantization_config in config.json fp8 or mxfp4 would do"
+_ALLOWED = "use 16 to 64 bits; or fp8 or mxfp4, with scales and quantization_config in config.json"
 
 
 def _blocks(places: range, block: int) -> slice:

@@ -25,7 +25,7 @@ def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
         return ""
     return (
         f"a rank has {heads} heads and {kv_heads} key/value heads, which {degrees.cp} ranks cannot exchange evenly; "
-        f"context_parallel_degree = {' or '.join(str(cp) for cp in range(1, degrees.cp) if shares(cp))} would do, "
+        f"use context_parallel_degree = {' or '.join(str(cp) for cp in range(1, degrees.cp) if shares(cp))}, "
         'or context_parallel_method = "allgather_kv" or "ring"'
     )
 

@@ -17,7 +17,7 @@ def per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
     if compiles_layers(config):
         return (
             "inside a compiled layer results lie in buffers that are used again, and gradients would be wrong without "
-            'an error; mode = "memory_budget", or a number of layers, as "2", would do'
+            'an error; use mode = "memory_budget", or a number of layers, as "2"'
         )
     return ""
 
@@ -28,11 +28,11 @@ def debug_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not checkpointing.debug or checkpointing.mode not in ("full", "selective"):
         return ""
     if checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op":
-        return 'torch logs whole layers alone; selective_ac_option = "1" would do'
+        return 'torch logs whole layers alone; use selective_ac_option = "1"'
     if compiles_layers(config):
-        return 'a compiled layer calls no operation that could be logged; compile.components = ["loss"] would do'
+        return 'a compiled layer calls no operation that could be logged; use compile.components = ["loss"]'
     if splits_backward(config.parallelism):
-        return "the schedule computes each layer twice again, and torch logs it once; another schedule would do"
+        return "the schedule computes each layer twice again, and torch logs it once; use another schedule"
     return ""
 
 

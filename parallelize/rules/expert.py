@@ -13,13 +13,13 @@ def ranks_misfit(config: JobConfig, degrees: Degrees) -> str:
     sizes, model = sizes_of(config), f"{config.model.name} {config.model.flavor}"
     experts = getattr(sizes, "n_experts", 0)
     if not experts:
-        return f"{model} has no experts; 1 would do"
+        return f"{model} has no experts; use 1"
     ranks = degrees.dp_shard * degrees.cp * degrees.tp
     can = [ep for ep in range(1, ranks + 1) if ranks % ep == 0 and experts % ep == 0]
     if degrees.ep not in can:
         return (
             f"{experts} experts on {ranks} ranks (data_parallel_shard_degree x context_parallel_degree x "
-            f"tensor_parallel_degree); {' or '.join(map(str, can))} would do"
+            f"tensor_parallel_degree); use {' or '.join(map(str, can))}"
         )
     held, shards = experts // degrees.ep, degrees.efsdp
     if held % shards and (sizes.expert_dim % shards or sizes.dim % shards):
@@ -36,7 +36,7 @@ def balance_misfit(key: str) -> Callable[[JobConfig, Degrees], str]:
     def misfit(config: JobConfig, degrees: Degrees) -> str:
         if not getattr(config.experts, key) or hasattr(sizes_of(config), "n_experts"):
             return ""
-        return f"{config.model.name} {config.model.flavor} has no experts; 0 would do"
+        return f"{config.model.name} {config.model.flavor} has no experts; use 0"
 
     return misfit
 
@@ -44,13 +44,13 @@ def balance_misfit(key: str) -> Callable[[JobConfig, Degrees], str]:
 def frozen_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not (config.model.lora.rank and config.experts.bias_update_speed):
         return ""
-    return "it would move biases of routers, which are frozen beside adapters (lora.rank); 0 would do"
+    return "it would move biases of routers, which are frozen beside adapters (lora.rank); use 0"
 
 
 def parts_misfit(config: JobConfig, degrees: Degrees) -> str:
     if not config.experts.sequence_loss_factor or config.parallelism.pipeline_parallel_sequence_splits == 1:
         return ""
-    return "with pipeline_parallel_sequence_splits a part does not know the experts of later parts; 1 would do"
+    return "with pipeline_parallel_sequence_splits a part does not know the experts of later parts; use 1"
 
 
 def export_misfit(config: JobConfig, degrees: Degrees) -> str:

@@ -18,12 +18,12 @@ def kernel_misfit(config: JobConfig, degrees: Degrees) -> str:
     if config.model.attention_kernel == "auto":
         return ""
     if sizes_of(config).sinks:
-        return f'attention with the sinks of {config.model.name} has kernels of its own; "auto" would do'
+        return f'attention with the sinks of {config.model.name} has kernels of its own; use "auto"'
     if config.parallelism.pipeline_parallel_sequence_splits > 1:
-        return "parts of sequences have kernels of their own; pipeline_parallel_sequence_splits = 1 would do"
+        return "parts of sequences have kernels of their own; use pipeline_parallel_sequence_splits = 1"
     if degrees.cp == 1 or config.parallelism.context_parallel_method != "ring":
         return ""
-    return 'the ring has kernels of its own; context_parallel_method = "allgather_kv" or "ulysses" would do'
+    return 'the ring has kernels of its own; use context_parallel_method = "allgather_kv" or "ulysses"'
 
 
 def lora_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -50,7 +50,7 @@ def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
         ranks = degrees.tp if kind.into_residual else 1
         if kind.role in ("matrix", "expert") and columns % (BLOCK * ranks):
             shared = f", which {ranks} tensor parallel ranks share," if ranks > 1 else ""
-            return f'the {columns} columns of {name}{shared} are no whole blocks of {BLOCK}; "bfloat16" would do'
+            return f'the {columns} columns of {name}{shared} are no whole blocks of {BLOCK}; use "bfloat16"'
     return ""
 
 

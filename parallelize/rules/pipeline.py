@@ -51,7 +51,7 @@ def layers_misfit(config: JobConfig, degrees: Degrees) -> str:
     return (
         f"{layers} layers are too few for {stages} stages, with first_stage_less_layers = "
         f"{config.parallelism.pipeline_parallel_first_stage_less_layers} and last_stage_less_layers = "
-        f"{config.parallelism.pipeline_parallel_last_stage_less_layers}; fewer stages, or 0 for these, would do"
+        f"{config.parallelism.pipeline_parallel_last_stage_less_layers}; use fewer stages, or 0 for these"
     )
 
 
@@ -88,14 +88,14 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
         return ""
     return (
         f"{name_of_schedule(parallelism)} computes gradients of weights after those of inputs, and torch then "
-        'finds the weights freed: gradients would be wrong without an error; "default" or "never" would do'
+        'finds the weights freed: gradients would be wrong without an error; use "default" or "never"'
     )
 
 
 def reduce_misfit(config: JobConfig, degrees: Degrees) -> str:
     if config.parallelism.fsdp_reduce_gradients == "last":
         return ""
-    return 'a stage adds up the gradients of all micro-batches and reduces them once; "last" would do'
+    return 'a stage adds up the gradients of all micro-batches and reduces them once; use "last"'
 
 
 def turns_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -115,7 +115,7 @@ def splits_misfit(config: JobConfig, degrees: Degrees) -> str:
     if splits == 1:
         return ""
     if splits > length:
-        return f"sequences have {length} tokens; {length} parts or fewer would do"
+        return f"sequences have {length} tokens; use {length} parts or fewer"
     needed = {
         "parallelism.pipeline_parallel_degree of 2 or more": degrees.pp > 1,
         'parallelism.pipeline_parallel_schedule = "1F1B"': parallelism.pipeline_parallel_schedule == "1F1B",

@@ -76,7 +76,7 @@ def latents_misfit(config: JobConfig, degrees: Degrees) -> str:
     """Sizes with more widths than dim that are whole on every rank have latents."""
     if degrees.tp == 1 or not config.model.converters or len(sizes_of(config).whole_widths) == 1:
         return ""
-    return f"{degrees.tp} ranks would each multiply latents with whole matrices, which float8 cannot; 1 would do"
+    return f"{degrees.tp} ranks would each multiply latents with whole matrices, which float8 cannot; use 1"
 
 
 def vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -90,7 +90,7 @@ def vocabulary_misfit(config: JobConfig, degrees: Degrees) -> str:
     can = ", ".join(str(count) for count in (1, 2, 4, 8, 16, 32, 64) if knows_slices(rows, degrees.tp, count))
     return (
         f"{degrees.tp} ranks share {rows} rows of the vocabulary unevenly, and torch would not know which of them each "
-        f"of {shards} FSDP ranks (data_parallel_shard_degree x context_parallel_degree) has; {can} FSDP ranks would do"
+        f"of {shards} FSDP ranks (data_parallel_shard_degree x context_parallel_degree) has; use {can} FSDP ranks"
     )
 
 
@@ -103,4 +103,4 @@ def blocks_misfit(config: JobConfig, degrees: Degrees) -> str:
     split = {"n_heads x head_dim": sizes.n_heads * sizes.value_dim} | sizes.tp_columns
     cut = [f"{name} {width}" for name, width in split.items() if width // degrees.tp % block_of(width)]
     blocks = "blocks of numbers with one scale, which are for up to 16 tensor parallel ranks"
-    return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; "bfloat16" would do' if cut else ""
+    return f'{degrees.tp} ranks would cut {blocks}: {", ".join(cut)}; use "bfloat16"' if cut else ""
