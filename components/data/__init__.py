@@ -1,6 +1,12 @@
-"""From text files to batches: sources.py reads documents, cache.py tokenizes them once, packed.py cuts sequences and
-takes the parts that a job asks for, order.py says which sequence comes when, loader.py makes batches.
-stream.py and writer.py read and tokenize what is not tokenized before; hub.py asks the Hugging Face hub.
+"""From text files to batches.
+
+- sources.py reads documents.
+- cache.py tokenizes documents before training.
+- stream.py and writer.py tokenize documents during training.
+- packed.py cuts tokens into sequences, and splits off held-out data.
+- order.py computes the order of sequences.
+- loader.py makes batches.
+- hub.py talks to the Hugging Face hub.
 """
 
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare

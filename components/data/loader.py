@@ -1,4 +1,4 @@
-"""Batches of sequences, in the global order, for one rank."""
+"""Batches of sequences for one rank, in the global order."""
 
 import atexit
 import multiprocessing
@@ -21,15 +21,15 @@ from components.data.order import token_keys
 from components.data.packed import PackedSequences
 
 IGNORED = -100
-"""A label without loss: padding."""
+"""Label of padding, which has no loss."""
 
 
 @dataclass(eq=False)
 class Order(Sampler):
-    """Positions in the global order of each local batch of one rank, from one of them on, without end.
+    """Yields the positions (local_batch_size,) in the global order of one rank's local batches, without end.
 
-    A rank takes a contiguous share of each global batch, one local batch after another. The position in the order is
-    the only state, so the numbers of workers and of ranks may change at any step.
+    A rank takes a contiguous share of each global batch, one local batch after another. The first position of a step
+    is the only state, so the numbers of workers and ranks may change at any step.
     """
 
     sequences: PackedSequences
@@ -78,8 +78,8 @@ def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool)
 
 
 def _start_worker(leaving: Any, worker_id: int) -> None:
-    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. They obey
-    # SIGTERM only when the rank's interpreter ends and waits for them.
+    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. Workers obey
+    # SIGTERM only while the rank's interpreter ends and waits for its workers.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
@@ -133,7 +133,10 @@ def validation_batches(
     max_sequences: int,
     document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Every sequence once over all ranks, in order. All ranks get equally many batches; padding has ignored labels."""
+    """Yields one rank's batches (as build_loader) of the first max_sequences sequences; each is on one rank, in order.
+
+    All ranks get the same number of batches. Labels of padding are IGNORED.
+    """
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
