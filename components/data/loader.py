@@ -78,8 +78,8 @@ def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool)
 
 
 def _start_worker(leaving: Any, worker_id: int) -> None:
-    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. Workers obey
-    # SIGTERM only while the rank's interpreter ends and waits for its workers.
+    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. They obey
+    # SIGTERM only when the rank's interpreter ends and waits for them.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
