@@ -1,4 +1,4 @@
-"""Job files: one frozen dataclass per TOML table (tables.py and others), read and checked. Never imports torch."""
+"""Job files: one frozen dataclass per TOML table, reading and checking. Never imports torch."""
 
 from components.config.keys import ConfigError
 from components.config.load import EXPORTS, ROOT, load_config, mistake, python_path, to_dict

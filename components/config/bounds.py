@@ -1,4 +1,4 @@
-"""Types of values with bounds; keys.py has the words for them. Whatever is within them can be computed with."""
+"""Types of bounded values, which keys.py describes in words. Every value within its bounds is safe to compute with."""
 
 import os
 from typing import Annotated
@@ -7,11 +7,11 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic import AfterValidator
 
 LARGEST = 2**31 - 1
-"""Products of two sizes or counts fit into 64 bits."""
+"""Largest size or count: the product of two such numbers fits into 64 bits."""
 
 
 def usable_path(path: str) -> str:
-    """The path, which need not exist. Raises ValueError if no file could be there, or nobody may look."""
+    """Returns the path, which need not exist. Raises ValueError if it cannot name a file or is not accessible."""
     try:
         os.stat(os.path.expanduser(path))
     except (FileNotFoundError, NotADirectoryError):

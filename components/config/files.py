@@ -1,4 +1,4 @@
-"""Files: JSON, hashes, durability, reads that a store may fail once, and JSON that others wrote."""
+"""File helpers: retried reads, JSON (also of unknown origin), atomic and durable writes, and hashes."""
 
 import hashlib
 import json
@@ -17,11 +17,14 @@ T = TypeVar("T")
 Kind = TypeVar("Kind")
 
 WAITS_SECONDS = [0.1, 0.3, 1.0]
-"""Between two tries of a read: a shared store that fails over answers within a second or not for minutes."""
+"""Pauses between attempts to read. A shared store that fails over answers within a second or not for minutes."""
 
 
 def patiently(path: Path, read: Callable[[], T]) -> T:
-    """The result of `read`, retried after each of WAITS_SECONDS. Raises the last OSError, which names path."""
+    """Returns the result of read, which is retried after each pause of WAITS_SECONDS if it raises OSError.
+
+    Raises the last OSError; path becomes its file name if the error has none.
+    """
     for seconds in WAITS_SECONDS:
         try:
             return read()
@@ -30,7 +33,7 @@ def patiently(path: Path, read: Callable[[], T]) -> T:
     try:
         return read()
     except OSError as error:
-        # That of opening a file names it, that of reading one does not.
+        # An error of opening a file contains the file name; an error of reading does not.
         raise OSError(error.errno, error.strerror, str(error.filename or path)) from error
 
 
@@ -43,7 +46,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_json_if_whole(path: Path) -> dict[str, Any]:
-    """The object in a file; empty if the file is not there, or is not whole JSON."""
+    """The JSON object in a file; an empty dict if the file is missing, incomplete, or holds no JSON object."""
     try:
         found = read_json(path)
     except (FileNotFoundError, ValueError, RecursionError):
@@ -52,9 +55,9 @@ def read_json_if_whole(path: Path) -> dict[str, Any]:
 
 
 def read_json_as(kind: type[Kind], path: Path) -> Kind:
-    """The JSON of a file that others wrote, as a dataclass; keys that it does not have are ignored.
+    """Parses a JSON file of unknown origin as the dataclass `kind`; keys that `kind` lacks are ignored.
 
-    Raises ConfigError of one line if the file cannot be read, is not JSON, or holds something else.
+    Raises ConfigError of one line if the file cannot be read, is not JSON, or does not match `kind`.
     """
     try:
         return pydantic.TypeAdapter(kind).validate_json(read_regular(path), strict=True)
@@ -68,27 +71,30 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
 
 
 def inside(folder: Path, file: Path) -> bool:
-    """Whether a file lies in a folder, links followed. The hub's cache keeps the files of a snapshot beside it."""
+    """Whether a file lies in a folder after links are resolved.
+
+    A snapshot folder of the hub's cache also includes ../../blobs, because its files are links into that folder.
+    """
     home, found = (Path(os.path.realpath(path)) for path in (folder, file))
     homes = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     return any(found.is_relative_to(each) for each in homes)
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file in one step: readers see the old text or the new, never a part of it."""
+    """Writes a file atomically: readers see either the old text or the new text."""
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
 
 
 def digest(path: Path) -> list:
-    """Size in bytes, and a hash, of a file."""
+    """[size in bytes, BLAKE2b hash] of a file."""
     with path.open("rb") as file:
         return [os.fstat(file.fileno()).st_size, hashlib.file_digest(file, hashlib.blake2b).hexdigest()]
 
 
 def sample(path: Path) -> str:
-    """A hash of a file's size and of 16 blocks of 64 KiB, evenly spread: all of a file of up to 1 MiB."""
+    """Hash of a file's size and of 16 evenly spaced blocks of 64 KiB. A file of up to 1 MiB is hashed completely."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         found = hashlib.blake2b(str(size).encode(), digest_size=16)
@@ -102,7 +108,7 @@ _BLOCK, _BLOCKS = 1 << 16, 16
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's names, survive a power loss."""
+    """Flushes a file's content or a folder's entries to disk, so that they survive a power loss."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Every key of a job file with its type; and the words for a type, a value and a mistake."""
+"""Every key of a job file with its type, and how messages show types, values and keys."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from components.config.tables import JobConfig
 
 
 class ConfigError(Exception):
-    """A user's mistake: shown without a traceback, exit code 2."""
+    """A user's mistake, which is shown without a traceback; exit code 2."""
 
     def __init__(self, messages: str | list[str]) -> None:
         self.messages = [short(message, 2000) for message in ([messages] if isinstance(messages, str) else messages)]
@@ -20,7 +20,7 @@ class ConfigError(Exception):
 
 
 def describe_type(annotation: Any) -> str:
-    """The values that a key takes, in words: "an integer of 1 or more", '"fused" or "foreach"'."""
+    """The accepted values of a type in words: "an integer of 1 or more", '"fused" or "foreach"'."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         bounds = [
@@ -43,7 +43,7 @@ _BOUNDS = {"ge": "of {} or more", "gt": "above {}", "le": "of {} or less", "lt":
 
 
 def show(value: Any) -> str:
-    """A value as TOML writes it, on one line, and cut if it is long."""
+    """A value in TOML notation on one line, shortened if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -55,17 +55,17 @@ def show(value: Any) -> str:
 
 
 def show_key(key: str) -> str:
-    """A key or the name of a table, as it may stand in a message."""
+    """A key or a table's name for a message: escaped if it is not printable, shortened if it is long."""
     return short(key if key.isprintable() else json.dumps(key))
 
 
 def short(text: str, most: int = 200) -> str:
-    """A text that fits into a message."""
+    """The text, cut after `most` characters; a cut text ends with its full length."""
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of every table, with its annotated type."""
+    """Yields ("table.key", annotated type) for every key of every table."""
     hints = typing.get_type_hints(table, include_extras=True)
     for field in dataclasses.fields(table):
         if dataclasses.is_dataclass(hints[field.name]):

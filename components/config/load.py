@@ -1,4 +1,4 @@
-"""From a TOML file and `--table.key value` overrides to a checked JobConfig, or one ConfigError with all mistakes."""
+"""Turns a TOML file and `--table.key value` overrides into a checked JobConfig or a ConfigError with all mistakes."""
 
 import dataclasses
 import difflib
@@ -20,18 +20,18 @@ from components.config.read import Given, read_file, read_overrides
 from components.config.tables import JobConfig, Training
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The repository: relative paths of bundled assets start here."""
+"""The repository's root, to which paths of bundled assets are relative."""
 
 
 def python_path() -> str:
-    """PYTHONPATH for processes that run a module of this repository: the user's packages may be on it too."""
+    """PYTHONPATH for subprocesses that run a module of this repository: ROOT, then the user's PYTHONPATH."""
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
 def load_config(argv: list[str]) -> JobConfig:
-    """Read `--job.config_file FILE` and the overrides in argv; of two settings of a key the later one counts.
+    """Reads `--job.config_file FILE` and the overrides in argv. The last setting of a key wins.
 
-    Raises ConfigError with every mistake in the file and on the command line, each with its place.
+    Raises ConfigError with every mistake in the file and on the command line, and the place of each mistake.
     """
     overrides = list(read_overrides(argv))
     files = [given.value for given in overrides if given.key == "job.config_file"]
@@ -47,7 +47,7 @@ def load_config(argv: list[str]) -> JobConfig:
                 values[key], origins[key] = _checked(key, value, setting), setting.origin
         except ConfigError as error:
             mistakes += error.messages
-        if len(mistakes) >= _MOST_MISTAKES:  # each of them is compared with every name
+        if len(mistakes) >= _MOST_MISTAKES:  # an unknown key is slow to report: it is compared with every known name
             raise ConfigError([*mistakes, "and perhaps more"])
     model = values.get("model.name"), values.get("model.flavor")
     if model in names.RENAMED_MODELS:
@@ -55,14 +55,14 @@ def load_config(argv: list[str]) -> JobConfig:
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     config = _build(JobConfig, values, origins=origins)
-    # Defaults stand in for wrong values, so contradictions are looked for only among right ones.
+    # Contradictions are checked only if every value is valid, because defaults have replaced invalid values.
     if mistakes := mistakes or [mistake(config, key, reason) for key, reason in _contradictions(config)]:
         raise ConfigError(mistakes)
     return config
 
 
 def mistake(config: JobConfig, key: str, reason: str) -> str:
-    """One line about a key's value, with the place where it was set: for checks outside of this package."""
+    """One line of a ConfigError for checks outside of this package: where the key was set, its value, the reason."""
     value: Any = config
     for name in key.split("."):
         value = getattr(value, name)
@@ -70,14 +70,17 @@ def mistake(config: JobConfig, key: str, reason: str) -> str:
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:
-    """The tables as plain data, without origins."""
+    """The tables as nested dicts, without origins."""
     tables = dataclasses.asdict(config)
     del tables["origins"]
     return tables
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
-    """The key's name here and its value; None as name for a setting that asks for nothing. Raises ConfigError."""
+    """(key, value) in this repository's names; key is None if the setting has no effect here.
+
+    Raises ConfigError if the key is unknown, or if its value is not available.
+    """
     key, value = setting.key, setting.value
     if key in names.RENAMED:
         key, change = names.RENAMED[key]
@@ -106,9 +109,9 @@ def _unknown(key: str, value: Any) -> str:
         return f"[{key}] is a table, not a key"
     if last in names.FOREIGN:
         hint = f"unknown key; here it is {names.FOREIGN[last]}"
-        theirs = names.FOREIGN_VALUES.get(value) if isinstance(value, str) else None
-        return f"{hint}; {value} is {theirs}" if theirs else hint
-    # The key of the same name in the nearest table, then the nearest spelling of the whole, then of the last part.
+        equivalent = names.FOREIGN_VALUES.get(value) if isinstance(value, str) else None
+        return f"{hint}; {value} is {equivalent}" if equivalent else hint
+    # Suggestions, best first: the same last name in the nearest table; the nearest full name; the nearest last name.
     same = [name for name in NAMES if name.rpartition(".")[2] == last]
     near = difflib.get_close_matches(key, same or NAMES, 1, 0.0 if same else 0.75)
     if not near and not table:
@@ -128,17 +131,17 @@ def _unknown(key: str, value: Any) -> str:
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
-    """Cached: making an adapter takes longer than checking a value with it."""
+    """A validator for a key. Cached, because making a validator takes longer than checking a value."""
     return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _checked(key: str, value: Any, setting: Given) -> Any:
-    """The value, of the key's type and within its bounds. Raises ConfigError."""
+    """Returns the value. Raises ConfigError if it does not have the key's type or is out of bounds."""
     try:
         return _adapter(key).validate_python(value)
     except pydantic.ValidationError as error:
-        own = (str(each["ctx"]["error"]) for each in error.errors() if each["type"] == "value_error")
-        raise ConfigError(setting.mistake(next(own, f"expected {describe_type(FIELDS[key])}"))) from None
+        reasons = (str(found["ctx"]["error"]) for found in error.errors() if found["type"] == "value_error")
+        raise ConfigError(setting.mistake(next(reasons, f"expected {describe_type(FIELDS[key])}"))) from None
 
 
 _MOST_MISTAKES = 100
@@ -146,7 +149,7 @@ _type_hints = functools.cache(typing.get_type_hints)
 
 
 def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) -> Any:
-    """A table, and the tables inside it, from checked values; other keys keep their defaults."""
+    """Builds a table and its subtables from checked values; missing keys keep their defaults."""
     hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
@@ -158,7 +161,7 @@ def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) ->
 
 
 def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
-    """Keys that are each right but cannot be meant together, with the reason."""
+    """Yields (key, reason) for each key whose value is valid alone but contradicts another key."""
     training, validation, loader = config.training, config.validation, config.training.dataloader
     optimizer = config.optimizer.name
     for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys} - {*OPTIMIZER_KEYS[optimizer]}):
@@ -213,7 +216,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     checkpoint, float8 = config.checkpoint, "quantize.linear.float8"
     if float8 not in config.model.converters:
         reason = f'needs model.converters = ["{float8}"]'
-        if f"{float8}.recipe_name" in config.origins:  # filter_fqns may stand there for later
+        if f"{float8}.recipe_name" in config.origins:  # filter_fqns without float8 is allowed, for later use
             yield f"{float8}.recipe_name", reason
         if config.quantize.linear.float8.emulate:
             yield f"{float8}.emulate", reason
@@ -223,7 +226,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     if config.model.lora.rank and config.model.converters:
         yield "model.lora.rank", f"float8 would train matrices, which are frozen beside adapters: leave {float8} out"
     if config.model.lora.rank and not checkpoint.initial_load_model_only:
-        yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone; use true"
+        yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone: use true"
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
     for key, asked in {"load_step": checkpoint.load_step != -1, "load_only": checkpoint.load_only}.items():
@@ -265,5 +268,5 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
 
 
 EXPORTS = "hugging_face"
-"""Folder in job.dump_folder that last_save_in_hf writes."""
+"""Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
 _PROFILES = ("save_traces_folder", "save_memory_snapshot_folder")

@@ -1,20 +1,23 @@
-"""Names that a job file may bring with it and that are not keys here: data, read by load.py."""
+"""Keys and values of torchtitan and other systems that job files may contain, as tables for load.py."""
 
 from typing import Any, NamedTuple
 
 
 class Unavailable(NamedTuple):
-    """A key of torchtitan v0.2 without effect here: `accepted` passes, since it asks for nothing; else `reason`."""
+    """A key of torchtitan v0.2 that is not available here.
+
+    The value `accepted` is ignored, because it changes nothing; any other value is an error with `reason`.
+    """
 
     accepted: Any
     reason: str
     only_with: tuple[str, ...] = ()
-    """If one of these keys is off, any value passes: files list tables that are off."""
+    """If one of these keys is off, any value passes, because job files list tables of disabled features."""
 
 
 _LORA = ("rank", "alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path")
 
-# Old name -> (key here, function of the value). A double negative gets a positive twin.
+# Other name -> (key here, "same" or "negate" for its value). Keys named "disable" become positive keys.
 RENAMED: dict[str, tuple[str, str]] = {
     "metrics.disable_color_printing": ("metrics.color_printing", "negate"),
     "model.tokenizer_path": ("model.hf_assets_path", "same"),
@@ -26,16 +29,16 @@ RENAMED: dict[str, tuple[str, str]] = {
     "lora.lora_dropout": ("model.lora.dropout", "same"),
 }
 
-# Values that torchtitan spells differently.
+# (key, torchtitan's value) -> value here.
 RENAMED_VALUES: dict[tuple[str, str], str] = {
     ("model.name", "llama3"): "llama",
     ("model.flavor", "debugmodel"): "debug",
-    # Small data and tokenizers that each repository bundles.
+    # Each repository bundles a tokenizer and a dataset for trials.
     ("model.hf_assets_path", "./tests/assets/tokenizer"): "assets/tokenizer",
     ("training.dataset", "c4_test"): "kjv",
 }
 
-# Models of torchtitan that are of another family here: (name, flavor) there -> here.
+# Models that belong to another family here: torchtitan's (name, flavor) -> (name, flavor) here.
 RENAMED_MODELS: dict[tuple[str, str], tuple[str, str]] = {
     ("qwen3", "debugmodel_moe"): ("qwen3_moe", "debug"),
     **{("qwen3", flavor): ("qwen3_moe", flavor) for flavor in ("30B-A3B", "235B-A22B")},
@@ -53,7 +56,7 @@ _FLOAT8 = ("model.converters",)
 _FAULTS = ("fault_tolerance.enable",)
 _VALIDATION = ("validation.enable",)
 
-# Values that torchtitan has for a key of ours, and that do not exist here -> why, or what does the same.
+# (key, torchtitan's value that does not exist here) -> the reason, or the equivalent setting.
 UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
     **{("model.name", name): _FAMILIES for name in ("llama4",)},
     **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
@@ -129,7 +132,7 @@ _ACCUMULATION = "training.global_batch_size, from which accumulation steps follo
 _CAPACITY = "nothing: no row is dropped, since which one would depend on the layout"
 _BALANCE = "experts.sequence_loss_factor, whose loss is of each sequence: one of each micro-batch depends on the layout"
 
-# Keys of other systems, by their last name -> what to write here.
+# Last name of another system's key -> the equivalent here.
 FOREIGN: dict[str, str] = {
     # Experts
     **dict.fromkeys(("ep", "ep_size", "ep_degree", "expert_model_parallel_size"), "parallelism.expert_parallel_degree"),
@@ -177,7 +180,7 @@ FOREIGN: dict[str, str] = {
     **dict.fromkeys(("offload_optimizer", "optimizer_cpu_offload"), _STATES_ALONE),
 }
 
-# Values of such keys -> the settings that do the same.
+# Value of a key in FOREIGN -> the equivalent settings.
 FOREIGN_VALUES: dict[str, str] = {
     "FULL_SHARD": f'{_SHARD} = -1 and {_RESHARD} = "always"',
     "SHARD_GRAD_OP": f'{_SHARD} = -1 and {_RESHARD} = "never"',

@@ -1,4 +1,4 @@
-"""Tables of a job file about the update of weights, as in tables.py: [optimizer] and [lr_scheduler]."""
+"""Tables of a job file that describe the update of weights: [optimizer] and [lr_scheduler]."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -10,20 +10,20 @@ from components.config.bounds import Beta, Fraction, NonNegative, Positive, Posi
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """Learning rate and decay of the parameters of a role."""
+    """Optimizer settings for the parameters of one role."""
 
     lr_factor: Annotated[float, Ge(0)] = 1.0
-    """Factor of the learning rate of each step."""
+    """Factor by which the learning rate of each step is multiplied."""
     weight_decay: Annotated[float, Ge(0)] | None = None
-    """Decay of these parameters; optimizer.weight_decay if unset."""
+    """Weight decay of these parameters; optimizer.weight_decay if unset."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormRole(Role):
-    """The same, of vectors."""
+    """Optimizer settings for one role of vectors, which have no weight decay by default."""
 
     weight_decay: Annotated[float, Ge(0)] | None = 0.0
-    """Decay of these parameters."""
+    """Weight decay of these parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +31,9 @@ class Optimizer:
     """The update of weights."""
 
     name: Literal["AdamW", "Adam", "Muon"] = "AdamW"
-    """Adam (arXiv:1412.6980) decays the weights through the gradient, AdamW (arXiv:1711.05101) directly. Muon
-    (arXiv:2502.16982) orthogonalises the momentum of matrices of layers, experts and adapters; the rest has AdamW."""
+    """Adam (arXiv:1412.6980) decays weights through the gradient, AdamW (arXiv:1711.05101) directly. Muon
+    (arXiv:2502.16982) orthogonalizes the momentum of matrices of layers, experts and adapters; the other parameters
+    use AdamW."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
     beta1: Beta = 0.9
@@ -42,21 +43,21 @@ class Optimizer:
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: Annotated[float, Ge(0)] = 0.1
-    """Decay of all parameters but norms and biases, which have none."""
+    """Weight decay of all parameters except norms and biases."""
     momentum: Beta = 0.95
-    """Muon: decay of the momentum, which is Nesterov's."""
+    """Muon: decay of the Nesterov momentum."""
     newton_schulz_steps: Positive = 5
-    """Muon: iterations of the orthogonalisation, in the precision of training.mixed_precision_param."""
+    """Muon: iterations of the orthogonalization, computed in training.mixed_precision_param."""
     embedding: Role = field(default_factory=Role)
-    """The table of token embeddings, also where it is the head's too."""
+    """The table of token embeddings, also if it is tied to the head."""
     matrix: Role = field(default_factory=Role)
     """The matrices of the layers."""
     bias: NormRole = field(default_factory=NormRole)
-    """Biases of products, and the sinks of attention."""
+    """Biases added to matrix products, and attention sinks."""
     norm: NormRole = field(default_factory=NormRole)
-    """The vectors of the norms."""
+    """Weights of the norms."""
     router: Role = field(default_factory=Role)
-    """The matrices that choose a token's experts."""
+    """The router matrices, which choose each token's experts."""
     expert: Role = field(default_factory=Role)
     """The matrices of the experts."""
     adapter: Role = field(default_factory=Role)
@@ -64,11 +65,12 @@ class Optimizer:
     head: Role = field(default_factory=Role)
     """The matrix from the last hidden state to the logits."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Precision of moments and momentum of all but vectors, rounded at random; int8 has a scale for each block."""
+    """Precision of moments and momentum, with stochastic rounding; those of vectors stay float32. int8 has one scale
+    per block."""
     state_offload: bool = False
-    """Keep moments and momentum in host memory; for the update they visit the device, some parameters at a time."""
+    """Keep moments and momentum in host memory; the update copies those of a few parameters at a time to the device."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-    """Kernel of the update where weights and moments are float32; fused is fastest on CPU and CUDA."""
+    """Kernel of the update if weights and moments are float32; fused is fastest on CPU and CUDA."""
 
 
 OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
@@ -79,23 +81,20 @@ OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
         *("momentum", "newton_schulz_steps"),
     ),
 }
-"""optimizer.name -> the keys that it takes, beside lr, weight_decay and the roles, which all take.
-
-An optimizer without state_dtype rounds nothing at random, so it takes no bfloat16 weights either.
-"""
+"""optimizer.name -> the keys of that optimizer. All optimizers also have lr, weight_decay and the roles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LRScheduler:
-    """Warm-up, stable, decay (arXiv:2404.06395)."""
+    """Learning rate schedule: warm-up, stable, decay (arXiv:2404.06395)."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0; a run may end within them. If unset, at most the schedule's length."""
+    """Steps of linear warm-up from 0; a run may end during warm-up. The default is at most the schedule's length."""
     total_steps: Positive | None = None
     """Length of the schedule; training.steps if unset."""
     decay_ratio: Fraction | None = None
-    """Fraction of total_steps over which the rate decays. If unset, or too large: all steps after the warm-up."""
+    """Fraction of total_steps over which the rate decays; if unset or too large, all steps after warm-up."""
     decay_type: Literal["linear", "sqrt", "cosine", "rex", "constant"] = "linear"
-    """Shape of the decay; with constant there is none."""
+    """Shape of the decay; constant disables it."""
     min_lr_factor: Fraction = 0.0
-    """The decay ends at this fraction of lr."""
+    """Fraction of lr at which the decay ends."""

@@ -1,4 +1,4 @@
-"""The tables of what a run writes, and of the checkpoints that it reads; the others are in tables.py."""
+"""Tables of a job file about files: [job], [metrics], [profiling] and [checkpoint]."""
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
@@ -15,24 +15,24 @@ class Job:
     config_file: PathName | None = None
     """TOML job file; relative to the current folder."""
     dump_folder: PathName = "./outputs"
-    """Folder of everything that a run writes; with checkpoints, a second run in the same folder continues the first."""
+    """Folder of everything that a run writes. With checkpoints, a second run in the same folder continues the first."""
     description: str = "default job"
-    """One line that describes the run, kept in run.json."""
+    """One line that describes the run; stored in run.json."""
     print_config: bool = False
     """Print the resolved job file at start."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """Numbers that are logged, and where. metrics.jsonl, run.json and loss.png are always written."""
+    """Logged numbers and their destinations. metrics.jsonl, run.json and loss.png are always written."""
 
     log_freq: Positive = 10
-    """Steps between two logged steps; in between the host never waits for the device."""
+    """Log every this many steps; between logged steps the host never waits for the device."""
     dynamics_freq: NonNegative = 0
-    """Steps between two logs of each layer's dynamics (docs/dynamics.md): norms of gradient, weights and update, and
+    """Log each layer's dynamics (docs/dynamics.md) every this many steps: norms of gradient, weights and update, and
     the largest attention logit; 0 for never."""
     color_printing: bool = True
-    """Colours, if the console is a terminal."""
+    """Use colors if the console is a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
     save_tb_folder: PathName = "tb"
@@ -50,13 +50,13 @@ class Profiling:
     save_traces_folder: PathName = "profile_traces"
     """Folder of the traces, inside dump_folder."""
     profile_freq: Positive = 10
-    """Steps between two traces."""
+    """Write a trace every this many steps."""
     profiler_active: Positive = 1
     """Steps recorded in each trace."""
     profiler_warmup: NonNegative = 3
     """Warm-up steps of the profiler before each trace; their records are discarded."""
     enable_memory_snapshot: bool = False
-    """Write CUDA memory snapshots (pytorch.org/memory_viz) at the same steps; refused without CUDA."""
+    """Write CUDA memory snapshots (pytorch.org/memory_viz) at the steps of the traces; an error without CUDA."""
     save_memory_snapshot_folder: PathName = "memory_snapshot"
     """Folder of the snapshots, inside dump_folder."""
 
@@ -66,36 +66,36 @@ class Checkpoint:
     """Saving and resuming."""
 
     enable: bool = False
-    """Save checkpoints, and resume from the newest good one at start."""
+    """Save checkpoints, and at start resume from the newest good one."""
     folder: PathName = "checkpoint"
     """Folder of the checkpoints, inside dump_folder."""
     interval: Positive = 500
-    """Steps between two checkpoints; the last step is always saved."""
+    """Save every this many steps; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """async: training goes on once the tensors are copied to host memory; a thread writes and publishes the copy."""
+    """async: training continues once the tensors are copied to host memory; a thread writes and publishes the copy."""
     initial_load_path: PathName | None = None
-    """Start from this checkpoint (a step-N folder, or a folder of them) if the run has no checkpoint of its own. With
-    adapters, their base: read at every start, since checkpoints do not hold it."""
+    """Checkpoint to start from (a step-N folder, or a folder of them) if the run has not saved one yet. With adapters:
+    the base, which is read at every start because checkpoints do not contain the base."""
     initial_load_model_only: bool = True
-    """Take only the weights from initial_load_path; optimizer, data and step start anew."""
+    """Load only the weights from initial_load_path; optimizer, data and step start anew."""
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder: safetensors and config.json."""
     initial_load_in_hf_quantized: bool = False
-    """Its weights are FP8 (in blocks) or MXFP4; they are widened to training.dtype, each rank's slice by itself."""
+    """The weights at initial_load_path are FP8 (in blocks) or MXFP4; each rank converts its slice to training.dtype."""
     last_save_model_only: bool = False
-    """The checkpoint of the last step holds only weights; such a run cannot be continued."""
+    """Save only weights in the last checkpoint; such a run cannot be continued."""
     last_save_in_hf: bool = False
-    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face. A run with
-    adapters writes only these, for PEFT."""
+    """After the last step, also write the weights as a Hugging Face folder: dump_folder/hugging_face. With adapters,
+    write only the adapters, in PEFT's format."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights that last_save_in_hf writes."""
     keep_latest_k: NonNegative = 10
-    """Keep this many checkpoints; 0 keeps all. The last good one is never removed."""
+    """Checkpoints to keep; 0 keeps all. The last good checkpoint is never removed."""
     load_step: Annotated[int, Ge(-1), Le(LARGEST)] = -1
     """Resume from this step; -1 takes the newest that verifies."""
     exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
-    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step, and thus the rate)."""
+    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step and learning rate)."""
     enable_first_step_checkpoint: bool = False
-    """Also save step 1, to find out early that saving works."""
+    """Also save step 1, to test saving early."""
     load_only: bool = False
     """Load as configured but never save."""

@@ -1,4 +1,4 @@
-"""Settings as a person wrote them, each with its place: of a TOML job file, and of `--table.key value` overrides."""
+"""Reads settings, each with its place, from a TOML job file and from `--table.key value` overrides."""
 
 import dataclasses
 import errno
@@ -18,7 +18,7 @@ from components.config.names import RENAMED
 
 @dataclasses.dataclass
 class Given:
-    """One `table.key = value` as a person wrote it, and where."""
+    """One `table.key = value` as the user wrote it; origin is its place."""
 
     key: str
     value: Any
@@ -29,7 +29,10 @@ class Given:
 
 
 def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
-    """The content of a user's file. Raises OSError also for what is no file (a pipe may never end) or too large."""
+    """The content of a user's file.
+
+    Raises OSError also if the file is too large or not a regular file: reading a pipe may never end.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except ValueError as error:  # a NUL, or half of a surrogate pair
@@ -44,7 +47,7 @@ def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
 
 
 def read_file(path: Path) -> Iterator[Given]:
-    """The settings of a job file. Raises ConfigError if it cannot be read."""
+    """Yields the settings of a job file. Raises ConfigError if it cannot be read."""
     try:
         text = read_regular(path, _MOST_BYTES).decode("utf-8")
         settings = list(_flatten(tomli.loads(text)))
@@ -76,7 +79,7 @@ def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def _lines_of_keys(text: str) -> dict[str, int]:
-    """The line of each table and key. tomli does not tell; job files are plain enough to be scanned."""
+    """Line number of each table and key. tomli does not provide lines, but job files are simple enough to scan."""
     lines: dict[str, int] = {}
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -89,7 +92,12 @@ def _lines_of_keys(text: str) -> dict[str, int]:
 
 
 def read_overrides(argv: list[str]) -> Iterator[Given]:
-    """`--table.key value`, `--table.key=value`; a flag alone is true, `--table.no_flag` false; - and _ are the same."""
+    """Yields the settings of the command line; - and _ in keys are the same. Raises ConfigError.
+
+    --table.key value, --table.key=value   the value
+    --table.flag                           true
+    --table.no_flag                        false
+    """
     words = list(argv)
     if foreign := [word for word in words if not _is_unicode(word)]:
         raise ConfigError(f"command line: {show_key(foreign[0])}: not UTF-8")
@@ -112,12 +120,12 @@ def read_overrides(argv: list[str]) -> Iterator[Given]:
 
 
 def _is_unicode(word: str) -> bool:
-    """Whether no byte of the word was undecodable, which nobody could print or save."""
+    """Whether every byte of the word was decodable. Words with undecodable bytes can be neither printed nor saved."""
     return not any("\ud800" <= character <= "\udfff" for character in word)
 
 
 def _from_string(key: str, raw: str) -> Any:
-    """A word of the command line as the value that TOML would give; what is not TOML is a string."""
+    """Parses a word of the command line as a TOML value; a word that is not TOML is a string."""
     if _takes_string(FIELDS.get(RENAMED.get(key, (key, ""))[0])):
         return raw
     try:

@@ -1,7 +1,7 @@
-"""The tables of a job file: one frozen dataclass each, every key documented in the line beneath it.
+"""The tables of a job file: one frozen dataclass per table; the text below a key documents that key.
 
-Names, types and meanings are those of torchtitan v0.2 wherever the meaning is the same.
-Sizes are in tokens or sequences, times in seconds, as the names say.
+Keys with the meaning of a torchtitan v0.2 key have its name and type.
+Sizes are in tokens or sequences, times in seconds, as their names say.
 """
 
 from collections.abc import Mapping
@@ -28,16 +28,16 @@ from components.config.outputs import Checkpoint, Job, Metrics, Profiling
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoader:
-    """How batches are loaded; never changes which batches."""
+    """Loading of batches; never changes the batches."""
 
     num_workers: NonNegative = 0
-    """Loader processes a rank; 0 loads in the rank itself."""
+    """Loader processes per rank; 0 loads in the rank's process."""
     persistent_workers: bool = False
     """Keep the workers between epochs (needs num_workers of 1 or more)."""
     pin_memory: bool = False
-    """Page-locked buffers, so that copies to CUDA do not block."""
+    """Load into page-locked memory, so that copies to CUDA do not block."""
     prefetch_factor: Positive | None = None
-    """Batches that each worker prepares ahead (needs num_workers of 1 or more)."""
+    """Read-ahead of each worker in batches (needs num_workers of 1 or more)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,111 +46,114 @@ class Training:
 
     dataset: Name = "kjv"
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
-    "org/name:config", "org/name:config@revision". Ignored where dataset_path is set."""
+    "org/name:config", "org/name:config@revision". Ignored if dataset_path is set."""
     dataset_path: PathName | None = None
-    """Your own data: a .txt, .jsonl or .parquet file, a folder or a glob of them."""
+    """Local data: a .txt, .jsonl or .parquet file, or a folder or glob of such files."""
     dataset_streaming: bool = False
-    """Tokenize dataset_path (a folder laid out as on the hub) during training instead of before it; sequences then keep
-    the order of the text. Datasets of the hub are always streamed."""
+    """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
+    then keep the order of the text. Datasets of the hub are always streamed."""
     dataset_text_field: Name = "text"
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"
-    """A record that cannot be read stops the run, or is skipped and counted."""
+    """Unreadable records: fail stops the run, skip leaves them out and counts them."""
     dataset_cache: PathName = ".cache/tokens"
-    """Folder of the tokenized data, shared by runs; relative to the repository."""
+    """Folder of tokenized data, which runs share; relative to the repository."""
     local_batch_size: Sequences = 8
-    """Sequences of one accumulation step (one forward and backward) on one rank."""
+    """Sequences per accumulation step (one forward and backward) on one rank."""
     global_batch_size: Literal[-1] | Sequences = -1
-    """Sequences of one optimizer step over all ranks; accumulation steps follow from it. -1: one accumulation step,
-    so local_batch_size on every rank."""
+    """Sequences per optimizer step over all ranks, which determines the number of accumulation steps. -1: one
+    accumulation step of local_batch_size sequences on every rank."""
     seq_len: Positive = 2048
-    """Tokens of one sequence."""
-    objective: Name = "next_token"
-    """Loss that is minimised (models/objective.py)."""
+    """Tokens per sequence."""
     document_mask: bool = False
-    """Attention stays inside each document of a packed sequence, and positions restart at each document."""
+    """Mask attention between documents of a packed sequence, and restart positions at each document."""
     max_norm: PositiveFloat = 1.0
-    """Gradients are clipped to this global norm."""
+    """Global norm to which gradients are clipped."""
     max_nonfinite_steps: Positive = 10
-    """Stop, one step later at the latest, after this many steps in a row that were skipped: loss or gradient was not
-    finite, or a spike."""
+    """Stop after this many consecutive skipped steps, at most one step late. A step is skipped if its loss or gradient
+    is not finite or a spike."""
     skip_spikes_sigma: Annotated[float, Ge(0)] = 0.0
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last
     skip_spikes_window steps (usual: 6); 0 for never."""
     skip_spikes_window: Annotated[int, Ge(4)] = 128
-    """Steps that skip_spikes_sigma compares with; nothing is skipped until half of them are known."""
+    """Steps in the mean of skip_spikes_sigma; nothing is skipped until half of these steps are known."""
     steps: Positive = 10000
     """Optimizer steps of the run."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Precision of forward and backward."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which weights are kept, with gradients in it too; updates of bfloat16 are rounded at random."""
+    """Precision of the stored weights and their gradients; bfloat16 weights are updated with stochastic rounding."""
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Precision of gradient reduction."""
     float32_matmul_precision: Literal["highest", "high", "medium"] = "highest"
-    """torch.set_float32_matmul_precision: the precision in which float32 products may be computed."""
+    """Argument of torch.set_float32_matmul_precision: internal precision of float32 matrix products."""
     enable_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory; a layer's weights are copied in while it computes."""
+    """Keep weights, gradients and optimizer state in host memory; weights are on the device only while their layer
+    computes."""
     gc_freq: Positive = 50
-    """Steps between two Python garbage collections; none happens in between."""
+    """Run Python's garbage collector every this many steps, and never in between."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Loader processes and buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """The layout: sizes of the mesh dimensions. Their product is the number of ranks."""
+    """The layout: sizes of the mesh dimensions, whose product is the number of ranks."""
 
     data_parallel_replicate_degree: Literal[-1] | Positive = 1
-    """Replicas of the model (DDP; with a shard degree, HSDP); -1 takes the ranks that are left."""
+    """Replicas of the model (DDP; with a shard degree, HSDP); -1 takes the remaining ranks."""
     data_parallel_shard_degree: Literal[-1] | Positive = -1
-    """Ranks that share one copy of weights, gradients and optimizer state (FSDP); -1 takes the ranks that are left."""
+    """Ranks that share one copy of weights, gradients and optimizer state (FSDP); -1 takes the remaining ranks."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether gathered weights are freed after forward: always (ZeRO-3) or never (ZeRO-2). default: never in a
-    pipeline, otherwise always except for the head."""
+    """Free gathered weights after forward: always (ZeRO-3) or never (ZeRO-2). default: never in a pipeline, otherwise
+    always except for the head."""
     fsdp_prefetch_layers: Positive = 1
-    """Layers whose weights are gathered ahead of the computing layer; each costs the memory of its weights."""
+    """Layers whose weights are gathered ahead of the computing layer; each costs the memory of its gathered weights."""
     fsdp_reduce_gradients: Literal["last", "each"] = "last"
-    """Accumulation steps that reduce gradients: the last one, until which each rank adds up whole gradients in float32;
-    or each one, which keeps only shards from one accumulation step to the next."""
+    """Accumulation steps that reduce gradients. last: only the last one; until then each rank accumulates unsharded
+    gradients in float32. each: every one; ranks keep only shards between accumulation steps."""
     tensor_parallel_degree: Positive = 1
     """Ranks that split each weight matrix."""
     sequence_parallel: bool = True
-    """With tensor parallel: activations between the matrices are split along the sequence instead of replicated."""
+    """With tensor parallel: shard activations between the matrices along the sequence instead of replicating them."""
     loss_parallel: bool = True
-    """With tensor parallel: logits stay split by vocabulary, and the loss is computed on the split logits."""
+    """With tensor parallel: keep logits sharded along the vocabulary, and compute the loss on these shards."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallel's communication with its matrix products, piece by piece; needs CUDA and compile."""
+    """Overlap communication of tensor parallel with its matrix products, chunk by chunk; needs CUDA and compile."""
     context_parallel_degree: Positive = 1
     """Ranks that split each sequence."""
     context_parallel_method: Literal["ring", "allgather_kv", "ulysses"] = "ring"
-    """ring: keys and values of one rank after another; allgather_kv: of all at once; ulysses: all-to-all of heads."""
+    """ring: attend to the keys and values of one rank after another; allgather_kv: gather all keys and values; ulysses:
+    all-to-all of heads."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How the ring moves keys and values: one all-gather, or from neighbour to neighbour."""
+    """Transport of the ring's keys and values: one all-gather, or transfers between neighbors."""
     context_parallel_load_balancer: Literal["headtail", "none"] = "headtail"
-    """headtail: each rank takes a piece of the sequence's head and one of its tail, for equal attention work."""
+    """headtail: each rank has one chunk of the sequence's head and one of its tail, for equal attention work."""
     expert_parallel_degree: Positive = 1
-    """Ranks that share the experts of a layer: of those of data_parallel_shard, context and tensor parallel."""
+    """Ranks that share the experts of a layer: a subgroup of the data_parallel_shard, context and tensor parallel
+    ranks."""
     pipeline_parallel_degree: Positive = 1
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
-    """The order of micro-batches on each rank: a name of parallelize/schedules.py (docs/pipeline_parallel.md)."""
+    """Order of micro-batches on each rank: a name in parallelize/schedules.py (docs/pipeline_parallel.md)."""
     pipeline_parallel_schedule_csv: str = ""
-    """A file with a schedule of your own, in torch's form: a row of actions (0F1, 0B1, 0I1, 0W1) for each rank."""
+    """File with a custom schedule in torch's format: one row of actions (0F1, 0B1, 0I1, 0W1) per rank."""
     pipeline_parallel_microbatch_size: Sequences = 1
-    """Sequences of one micro-batch, the unit that a stage runs; local_batch_size must be a multiple."""
+    """Sequences per micro-batch; local_batch_size must be a multiple."""
     pipeline_parallel_sequence_splits: Positive = 1
-    """Equal parts of each sequence that pass through the stages one by one: less idle time, less memory. With 1F1B."""
+    """Split each sequence into this many equal parts, which pass through the stages one by one. This reduces idle time
+    and memory. Needs 1F1B."""
     pipeline_parallel_layers_per_stage: Positive | None = None
-    """Maximum layers of a stage. If unset, a rank has one stage, or two where the schedule needs several."""
+    """Maximum number of layers per stage. If unset, a rank has one stage, or two if the schedule needs several."""
     pipeline_parallel_first_stage_less_layers: NonNegative = 1
-    """Layers that the first stage has fewer than others, since it has the embedding."""
+    """Number of layers that the first stage lacks to make room for the embedding."""
     pipeline_parallel_last_stage_less_layers: NonNegative = 1
-    """Layers that the last stage has fewer than others, since it has the head."""
+    """Number of layers that the last stage lacks to make room for the head."""
     pipeline_first: bool = False
-    """true: a pipeline's stages are on neighbouring ranks, data parallel is outermost; false: pipeline is outermost."""
+    """true: the stages of a pipeline are on neighboring ranks, and data parallel is the outermost mesh dimension;
+    false: pipeline is the outermost."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Names of the modules of each stage (tok_embeddings, layers.N, norm, output), instead of the automatic split."""
+    """Module names of each stage (tok_embeddings, layers.N, norm, output); replaces the automatic split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,22 +161,22 @@ class ActivationCheckpoint:
     """Recompute activations in backward instead of keeping them; never changes the numbers."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """full: recompute every layer; selective: as selective_ac_option says; memory_budget: as the compiler chooses."""
+    """full: recompute every layer; selective: see selective_ac_option; memory_budget: the compiler chooses."""
     selective_ac_option: str = "2"
     """With mode = "selective": "N" for every N-th layer, or "op" for the cheap operations of every layer."""
     memory_budget: Fraction = 0.5
-    """With mode = "memory_budget": what a compiled layer may keep, from 0, its inputs alone, to 1, all that it keeps
-    without a budget."""
+    """With mode = "memory_budget": share of a compiled layer's activations that may be kept, from 0 (only its inputs)
+    to 1 (as without a budget)."""
     offload: bool = False
-    """Keep the inputs of checkpointed layers in pinned memory of the host; with mode full, or a number of layers."""
+    """Keep the inputs of checkpointed layers in pinned host memory; needs mode "full", or "selective" with a number."""
     preserve_rng_state: bool = True
-    """Recompute with the same random numbers; no model here draws any."""
+    """Recompute with the same random numbers; the models in this repository draw none."""
     determinism_check: Literal["default", "none"] = "default"
-    """Compare the shapes of recomputed tensors with those of the first time."""
+    """Compare the shapes of recomputed tensors with the original shapes."""
     early_stop: bool = False
-    """Stop recomputing a layer once backward has all that it needs."""
+    """Stop recomputing a layer once backward has all tensors that it needs."""
     debug: bool = False
-    """Log operations, for the error message when the recomputed ones differ; slow."""
+    """Log operations, so that an error message can show how recomputed operations differ; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,21 +186,21 @@ class Compile:
     enable: bool = False
     """Compile the components."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])
-    """model: each layer; loss: all that follows the head's matrix product."""
+    """model: each layer; loss: all operations after the head's matrix product."""
     backend: Name = "inductor"
-    """A backend of torch.compile, as torch.compiler.list_backends() names them."""
+    """A backend of torch.compile, from torch.compiler.list_backends()."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Matrix products of the layers in 8 bits, by torchao; with model.converters = ["quantize.linear.float8"]."""
+    """Matrix products of the layers in float8, by torchao; needs model.converters = ["quantize.linear.float8"]."""
 
     recipe_name: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
-    """Which values share a scale. Only the default's scales do not depend on the layout."""
+    """Granularity of the scales. Only the scales of the default do not depend on the layout."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Modules with one of these strings in their names are not converted; the head never is."""
+    """Modules whose names contain one of these strings are not converted; the head never is."""
     emulate: bool = False
-    """Emulate float8 in high precision, to try it on devices without float8."""
+    """Emulate float8 in high precision, for devices without float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,66 +221,67 @@ class Quantize:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """Loss on text that is not trained on."""
+    """Loss on text that is not used for training."""
 
     enable: bool = False
-    """Validate; unless validation.dataset_path is set, part of the training data is held out."""
+    """Validate. Part of the training data is held out, unless validation.dataset_path is set."""
     dataset_path: PathName | None = None
-    """Separate validation data, in any form that training.dataset_path takes."""
+    """Separate validation data, in the same forms as training.dataset_path."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Fraction of the training data's tokens that is held out, in blocks spread over the text."""
     local_batch_size: Sequences | None = None
-    """Sequences of one forward on one rank; training's if unset. Never changes which sequences are validated."""
+    """Sequences per forward on one rank; training.local_batch_size if unset. Never changes the validated sequences."""
     seq_len: Positive | None = None
-    """Tokens of one sequence; training's if unset."""
+    """Tokens per sequence; training.seq_len if unset."""
     freq: Positive = 10
-    """Steps between two validations; the last step is validated too, unless a signal stops the run in it."""
+    """Validate every this many steps, and after the last step, unless a signal stops the run in that step."""
     steps: Literal[-1] | Positive = -1
-    """Length of a validation in global batches of training, from the first sequence on; -1 takes all the data."""
+    """Length of a validation in global batches of training, from the first sequence on; -1 uses all validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balancing:
-    """How a mixture's experts are kept equally busy."""
+    """Load balancing of the experts of a mixture."""
 
     bias_update_speed: Annotated[float, Ge(0)] = 0.0
-    """Each step moves the bias of an expert's scores by this much towards the mean load (arXiv:2408.15664)."""
+    """Change per step of an expert's score bias, towards the mean load (arXiv:2408.15664)."""
     sequence_loss_factor: Annotated[float, Ge(0)] = 0.0
-    """Factor of a loss that is least where the experts of each sequence have equal loads (arXiv:2412.19437)."""
+    """Factor of a loss that is minimal if the experts have equal loads in each sequence (arXiv:2412.19437)."""
     z_loss_factor: Annotated[float, Ge(0)] = 0.0
-    """Factor of the mean square of the log-sum-exp of a router's logits, which stay small (arXiv:2202.08906)."""
+    """Factor of the router z-loss, which keeps router logits small: the mean square of their log-sum-exp
+    (arXiv:2202.08906)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
-    """Process groups."""
+    """Timeouts and backend of process groups."""
 
     mode: Literal["default", "fake_backend"] = "default"
-    """fake_backend: a dry run of one step, for any number of ranks, in one process (docs/dry_run.md)."""
+    """fake_backend: a dry run of one step in one process, for any number of ranks (docs/dry_run.md)."""
     init_timeout_seconds: Seconds = 300
-    """Timeout of a collective until the first step is done."""
+    """Timeout of a collective until the end of the first step."""
     train_timeout_seconds: Seconds = 100
     """Timeout of a collective after the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
-    """Repeatability."""
+    """Reproducibility."""
 
     seed: Seed = 0
     """Seed of the weights at step 0 and of the data order; a different seed is a different run."""
     deterministic: bool = False
-    """Deterministic kernels only: the same layout gives the same bits. An op without such a kernel raises."""
+    """Use only deterministic kernels: the same layout gives the same bits. An op without such a kernel raises."""
     deterministic_warn_only: bool = False
     """With deterministic: an op without a deterministic kernel warns instead."""
     check_replicas_freq: NonNegative = 0
-    """Steps between two comparisons of the bits that ranks hold alike: weights and moments of replicas, norms of tensor
-    parallel. A rank that differs is named and the run stops before it saves; 0 for never."""
+    """Every this many steps, check that replicated state is bitwise equal: weights and moments of replicas, norms of
+    tensor parallel. If a rank differs, the run names that rank and stops before it saves. 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
-    """A resolved job file."""
+    """A job file with all defaults filled in."""
 
     job: Job = field(default_factory=Job)
     profiling: Profiling = field(default_factory=Profiling)
@@ -297,4 +301,4 @@ class JobConfig:
     debug: Debug = field(default_factory=Debug)
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Where each given key came from, as "file:line" or "command line"; not a table."""
+    """Place where each given key was set: "file:line" or "command line". Not a table."""

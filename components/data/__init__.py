@@ -1,10 +1,12 @@
 """From text files to batches.
 
-- sources.py reads documents; hub.py asks the Hugging Face hub
-- cache.py tokenizes them once; stream.py and writer.py tokenize a stream while it is trained on
-- packed.py cuts sequences, and takes the parts that a job asks for
-- order.py says which sequence comes when
-- loader.py makes batches
+- sources.py reads documents.
+- cache.py tokenizes documents before training.
+- stream.py and writer.py tokenize documents during training.
+- packed.py cuts tokens into sequences, and splits off held-out data.
+- order.py computes the order of sequences.
+- loader.py makes batches.
+- hub.py talks to the Hugging Face hub.
 """
 
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare

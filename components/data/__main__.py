@@ -1,4 +1,4 @@
-"""`python -m components.data prepare`: tokenize a job's data ahead of time. `fetch`: bring files of the hub."""
+"""`python -m components.data prepare` tokenizes a job's data ahead of time; `fetch` downloads files of the hub."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from components.launch.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:
-    """Make missing token caches of training and validation data; check a stream's first document."""
+    """Makes missing token caches of training and validation data; checks the first document of a stream."""
     if is_stream(config.training):
         check_stream(config)
     else:

@@ -1,9 +1,9 @@
-"""Text is tokenized once, in parallel, into a memory-mapped cache. Its key: a hash of the content and the tokenizer.
+"""Tokenizes text once, in parallel, into a memory-mapped cache, whose key is a hash of the content and the tokenizer.
 
 <cache_folder>/<key>/tokens.bin      token ids, uint16 or uint32
                      blocks.bin      a hash of each 64 KiB of tokens.bin, uint64
-                     documents.bin   where each document ends, int64
-                     index.json      counts, and what was made from what
+                     documents.bin   end of each document, in tokens, int64
+                     index.json      key, token type, counts, source files, skipped records
 """
 
 import hashlib
@@ -31,17 +31,17 @@ from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.launch.process import cores
 
-_CHUNK = 1 << 16  # characters that a worker gets at a time; this also bounds what the tokenizer merges at once
+_CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
 BLOCK_BYTES = 1 << 16
-_FORMAT = "2"  # part of the key: changes with the way in which text is cut or tokens are stored
+_FORMAT = "2"  # part of the key; change it with the cutting of text or the storage of tokens
 
 Documents = Iterable[tuple[str | BadRecord, Any]]
-"""Each document with the position of its source after it, for sources that can continue from a position."""
+"""(document, position of the source after this document). Sources that cannot resume have the position None."""
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The text to tokenize, and how."""
+    """Data to tokenize, with the settings of tokenization."""
 
     path: str
     text_field: str
@@ -62,9 +62,9 @@ class _Index:
 
 
 class TokenCache:
-    """A finished cache; tokens are read from disk on access. Raises ConfigError if a file has changed its size.
+    """A finished, memory-mapped cache. Raises ConfigError if a file has the wrong size.
 
-    A block of tokens is verified when this process reads of it first, in caches that have hashes.
+    If the cache has hashes, each process verifies a block of tokens before its first read of that block.
     """
 
     trained: np.ndarray | None = None
@@ -87,19 +87,22 @@ class TokenCache:
         self._verified = np.zeros(blocks, dtype=bool)
 
     def verify(self, places: np.ndarray) -> None:
-        """Before tokens (n, S) are read at rising places. Raises ConfigError if a block is not what was written."""
+        """Verifies the blocks of the tokens at these places (n, S) before they are read.
+
+        Raises ConfigError if a block differs from its hash.
+        """
         if self._hashes is None:
             return
-        each = BLOCK_BYTES // self.tokens.itemsize
-        seen = places // each
-        for number in np.unique(seen[~self._verified[seen]]).tolist():
-            block = self.tokens[number * each : (number + 1) * each]
+        block_tokens = BLOCK_BYTES // self.tokens.itemsize
+        numbers = places // block_tokens
+        for number in np.unique(numbers[~self._verified[numbers]]).tolist():
+            block = self.tokens[number * block_tokens : (number + 1) * block_tokens]
             if block_hash(block) != self._hashes[number]:
                 raise ConfigError(f"{self.folder / 'tokens.bin'}: block {number} is damaged: remove {self.folder}")
             self._verified[number] = True
 
     def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
-        """Another process opens the files itself: pickling a memory map would copy its content."""
+        """Pickles only the folder: pickling a memory map would copy its content."""
         return TokenCache, (self.folder,)
 
 
@@ -116,16 +119,16 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
 
 
 def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
-    """The cache of this data: opened if it exists, else made by `workers` processes (default: one a core).
+    """Opens the cache of this data; if it is missing, `workers` processes make it (default: one per core).
 
-    Raises ConfigError if there is no data, a record cannot be read nor skipped, or the cache cannot be written.
+    Raises ConfigError if there is no data, the cache cannot be written, or a record is unreadable and not skipped.
     """
     try:
         files = find_files(spec.path)
         spec.cache_folder.mkdir(parents=True, exist_ok=True)
         key = _key(spec, files)
         folder = spec.cache_folder / key
-        # An existing cache is used without the lock: the disk may be read-only, or another cache in the making.
+        # An existing cache needs no lock, because its disk may be read-only.
         if not (folder / "index.json").exists():
             with FileLock(spec.cache_folder / f".{key}.lock"):
                 if not (folder / "index.json").exists():
@@ -136,7 +139,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
 
 
 def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
-    """Make the cache in a staging folder, and rename the folder when it is complete."""
+    """Makes the cache in a staging folder, which is renamed when it is complete."""
     staging = folder.with_name(f".staging-{folder.name}")
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
@@ -152,7 +155,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
 
 
 def _key(spec: DataSpec, files: list[Path]) -> str:
-    """Hash of the files' contents, in order, and of how_tokenized."""
+    """Hash of the files' contents, in order, and of the settings in how_tokenized."""
     key = how_tokenized(spec)
     for file, content in zip(files, hashes_of(spec.cache_folder, files, _whole)):
         key.update(f"{file.suffix}:{content}\0".encode())
@@ -160,16 +163,16 @@ def _key(spec: DataSpec, files: list[Path]) -> str:
 
 
 def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
-    """Hash of all settings that decide how documents become tokens."""
+    """Hash of all settings that affect how documents become tokens."""
     parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path))
     return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
 
 
 def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path], str]) -> list[str]:
-    """Each file's hash; unchanged files are not read again."""
+    """The hash of each file. hashes.json remembers the hashes of unchanged files."""
     memory_file = cache_folder / "hashes.json"
     states = [file.stat() for file in files]
-    # A copy may keep size and mtime; ctime cannot be set.
+    # A copy may keep size and mtime, but ctime cannot be set.
     kind = "" if hash_file is _whole else f"{hash_file.__name__}:"
     names = [f"{kind}{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
     memory = read_json_if_whole(memory_file)
@@ -186,7 +189,7 @@ def _whole(file: Path) -> str:
 
 
 def block_hash(content: np.ndarray) -> int:
-    """A hash of 64 bits."""
+    """64-bit hash of a block."""
     return int.from_bytes(hashlib.blake2b(content.view(np.uint8).data, digest_size=8).digest(), "little")
 
 
@@ -239,12 +242,12 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def tokenized(
     documents: Documents, spec: DataSpec, dtype: np.dtype, workers: int, bad: list[str]
 ) -> Iterator[tuple[bytes, bool, int, Any]]:
-    """Chunks in order: (tokens, whether a document ends with them, bytes of text, position of the source).
+    """Yields (encoded tokens, whether they end a document, bytes of text, position of the source) per chunk, in order.
 
-    `workers` processes run a few chunks ahead of the reader. Raises ConfigError for a record that cannot be read; with
-    spec.skip_errors the reason is added to `bad` instead.
+    `workers` processes run a few chunks ahead of the reader. Raises ConfigError for an unreadable record; with
+    spec.skip_errors the reason is appended to `bad` instead.
     """
-    # Spawned workers import only what they need and inherit no lock, thread or signal handler.
+    # Spawned workers import only the modules they need, and inherit no locks, threads or signal handlers.
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, dtype.str)
     )
@@ -260,7 +263,10 @@ def tokenized(
 
 
 def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
-    """(text, starts a document, ends one, position): documents, cut at white space if possible; empty ones left out."""
+    """Yields (text, whether it starts a document, whether it ends one, position of the source) per chunk.
+
+    Documents are cut at a space if possible. Empty documents are left out.
+    """
     for document, place in documents:
         if isinstance(document, BadRecord):
             if not spec.skip_errors:
@@ -275,7 +281,7 @@ def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tu
 
 
 def _cut(document: str, start: int) -> int:
-    """The end of the chunk that begins at start: if possible at a space after a word, since no token spans that."""
+    """The end of the chunk that begins at start: if possible before a space after a word, which no token spans."""
     last = start + _CHUNK
     if last >= len(document):
         return len(document)
@@ -289,12 +295,12 @@ def _start_worker(tokenizer_path: str, dtype: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_path)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
-    # Some put a space before each text: a document's later chunks are encoded after a word, which is then left out.
+    # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk and drops its tokens.
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
 
 
 def _end_with_parent() -> None:
-    """Otherwise a worker whose parent was killed would wait for work forever."""
+    """Ends the worker when its parent ends; otherwise it would wait for work forever after a kill of the parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -305,7 +311,7 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 
 
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
-    """Token ids as bytes, with the tokenizer's first token at a document's start and its last token at the end."""
+    """Token ids as bytes; BOS is added at the start of a document and EOS at its end, if the tokenizer has them."""
     tokenizer = _worker["tokenizer"]
     ids = tokenizer.encode(text)
     if _worker["spaces"] and not is_start and text.startswith(" "):

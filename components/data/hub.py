@@ -1,4 +1,4 @@
-"""The Hugging Face hub: resolving revisions and fetching files. huggingface_hub is imported only where it is used."""
+"""The Hugging Face hub: resolves revisions and fetches files. huggingface_hub is imported only inside functions."""
 
 import errno
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
 
 @contextmanager
 def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[None]:
-    """Turns errors of the hub into a ConfigError of one line; `remedy` is added if the hub cannot be reached."""
+    """Turns errors of the hub into a ConfigError of one line. `remedy` is appended if the hub cannot be reached."""
     from huggingface_hub import errors
 
     try:
@@ -45,7 +45,7 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
         full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
         raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
     except Exception as error:
-        # The library's transport, and thus the type of a connection error, changes between its versions.
+        # The type of a connection error depends on the library's transport, which changes between versions.
         if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
@@ -60,7 +60,7 @@ def _page(repository: str, kind: Kind) -> str:
 
 
 def dataset_revision(repository: str, revision: str | None) -> str:
-    """The commit of a dataset's branch, tag or commit (default: main). Raises ConfigError."""
+    """The commit hash of a dataset's branch, tag or commit (default: main). Raises ConfigError."""
     from huggingface_hub import HfApi
 
     remedy = (
@@ -70,15 +70,15 @@ def dataset_revision(repository: str, revision: str | None) -> str:
     with hub_errors(repository, "dataset", remedy=remedy):
         api = HfApi()
         info = api.dataset_info(repository, revision=revision)
-        api.auth_check(repository, repo_type="dataset")  # a gated dataset has public information, but no public files
+        api.auth_check(repository, repo_type="dataset")  # a gated dataset has public information, but private files
         return str(info.sha)
 
 
 def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, into: Path | None) -> None:
-    """Download files of a repository into a folder (default: assets/<its name>) and print the keys to set.
+    """Downloads files of a repository into a folder (default: assets/<its name>) and prints the keys to set.
 
-    `only`: names of parts (tokenizer, weights, all) or globs of files. An interrupted download is continued. Raises
-    ConfigError if the hub cannot be reached or has no such files, or if they cannot be written.
+    `only`: names of parts (tokenizer, weights, all) or globs of file names. An interrupted download is continued.
+    Raises ConfigError if the hub cannot be reached, has no such files, or the files cannot be written.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -87,10 +87,10 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         api = HfApi()
         info = (api.dataset_info if kind == "dataset" else api.model_info)(repository, revision=revision)
         api.auth_check(repository, repo_type=kind)
-        there = sorted(file.rfilename for file in info.siblings or [])
-        wanted = _wanted(there, kind, only)
+        names = sorted(file.rfilename for file in info.siblings or [])
+        wanted = _wanted(names, kind, only)
         if not wanted:
-            raise ConfigError(f"{repository} has no {' or '.join(only)}; it has {', '.join(there[:20]) or 'no files'}")
+            raise ConfigError(f"{repository} has no {' or '.join(only)}; it has {', '.join(names[:20]) or 'no files'}")
         snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
     size = sum((folder / name).stat().st_size for name in wanted)
     print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
@@ -102,11 +102,11 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         print(f'checkpoint.initial_load_path = "{folder}"')
 
 
-def _wanted(there: list[str], kind: Kind, only: list[str]) -> list[str]:
-    """The files that `only` selects; default: tokenizer and weights of a model, all of a dataset."""
+def _wanted(names: list[str], kind: Kind, only: list[str]) -> list[str]:
+    """The file names that `only` selects. Default: tokenizer and weights of a model, all files of a dataset."""
     if "all" in only or not only:
         only = ["tokenizer", "weights"] if kind == "model" else ["*"]
-    patterns = [pattern for name in only for pattern in _PARTS.get(name, [name])]
-    if "tokenizer.json" in there:  # tokenizer.model may then be of a kind that is not read here
+    patterns = [pattern for part in only for pattern in _PARTS.get(part, [part])]
+    if "tokenizer.json" in names:  # tokenizer.model may then have an unsupported format
         patterns = [pattern for pattern in patterns if pattern != "tokenizer.model"]
-    return [name for name in there if any(fnmatch(name, pattern) for pattern in patterns)]
+    return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -1,4 +1,4 @@
-"""Batches of sequences, in the global order, for one rank."""
+"""Batches of sequences for one rank, in the global order."""
 
 import atexit
 import multiprocessing
@@ -21,23 +21,15 @@ from components.data.order import token_keys
 from components.data.packed import PackedSequences
 
 IGNORED = -100
-"""A label without loss: padding, or a token that is not trained."""
-COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
-    "dropout_keys": lambda sequences, positions, seed: token_keys(positions, sequences.seq_len, seed),
-}
-"""Further columns of a batch: (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
-DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
-    "labels": lambda sequences, numbers: sequences.count_valid(numbers),
-}
-"""Objective.divisor -> its count in the sequences with these numbers."""
+"""Label of padding, which has no loss."""
 
 
 @dataclass(eq=False)
 class Order(Sampler):
-    """Positions in the global order of each local batch of one rank, from one of them on, without end.
+    """Yields the positions (local_batch_size,) in the global order of one rank's local batches, without end.
 
-    A rank takes a contiguous share of each global batch, one local batch after another. The position in the order is
-    the only state, so the numbers of workers and of ranks may change at any step.
+    A rank takes a contiguous share of each global batch, one local batch after another. The first position of a step
+    is the only state, so the numbers of workers and ranks may change at any step.
     """
 
     sequences: PackedSequences
@@ -148,7 +140,10 @@ def validation_batches(
     max_sequences: int,
     document_mask: bool = False,
 ) -> Iterator[dict[str, Tensor]]:
-    """Every sequence once over all ranks, in order. All ranks get equally many batches; padding has ignored labels."""
+    """Yields one rank's batches (as build_loader) of the first max_sequences sequences; each is on one rank, in order.
+
+    All ranks get the same number of batches. Labels of padding are IGNORED.
+    """
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)

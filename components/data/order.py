@@ -1,4 +1,4 @@
-"""The global order of sequences: a seeded permutation for each epoch, computed instead of stored."""
+"""The global order of sequences: a seeded permutation per epoch, which is computed instead of stored."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _ROUNDS = 6
 
 
 def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndarray:
-    """The sequence at each position (int64, from 0 on without end) of the global order.
+    """Sequence numbers (int64) at these positions of the global order, which start at 0 and have no end.
 
-    Every epoch has its own permutation of range(num_sequences). Step t of a run with global batch G consumes positions
-    t G to (t + 1) G - 1, at any layout. A Feistel network permutes the next power of four, repeatedly until the result
-    is in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Every epoch has a different permutation of range(num_sequences). Step t of a run with global batch G consumes
+    positions t G to (t + 1) G - 1, at any layout. A Feistel network permutes the range up to the next power of four,
+    and is applied until the result is in range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     """
     positions = np.asarray(positions, dtype=np.int64)
     epochs, index = np.divmod(positions, num_sequences)
@@ -27,21 +27,24 @@ def sequence_at(positions: np.ndarray, num_sequences: int, seed: int) -> np.ndar
 
 
 def token_keys(positions: np.ndarray, seq_len: int, seed: int) -> np.ndarray:
-    """A random int64 of each token (n, seq_len) of the sequences at these positions of the global order."""
+    """Random int64 keys (n, seq_len), one per token of the sequences at these n positions of the global order."""
     tokens = np.asarray(positions, dtype=np.uint64)[:, None] * np.uint64(seq_len) + np.arange(seq_len, dtype=np.uint64)
     return _mix(tokens ^ _mix(np.uint64(seed))).view(np.int64)
 
 
 def data_order(data_key: str, content: str | None, config: JobConfig) -> dict[str, Any]:
-    """All that the order of sequences depends on; content: of the files of a stream, whose key does not tell it."""
+    """Everything that determines the order of sequences.
+
+    content: hash of the files of a streamed folder, because data_key does not depend on their content; else None.
+    """
     order = {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
     return order | ({"content of the stream's files": content} if content else {})
 
 
 def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_size: int) -> None:
-    """Raises ConfigError with all differences if the checkpoint's data order is not the run's; both from Run.state.
+    """Raises ConfigError with all differences between a checkpoint's data order and the run's; both are Run.state.
 
-    global_batch_size: as in the job file; -1 if it follows from the layout.
+    global_batch_size: the value in the job file; -1 if it follows from the layout.
     """
     order = now["data_order"]
     changed = [

@@ -1,4 +1,4 @@
-"""Sequences of one length, cut from a token stream without gaps; the part held out; and the two sets of a job."""
+"""Sequences of equal length, cut from a token stream without gaps; held-out data; the datasets of a job."""
 
 import os
 from dataclasses import replace
@@ -23,15 +23,15 @@ def _too_few(num_tokens: int, what: str, seq_len: int) -> str:
 
 
 class PackedSequences:
-    """Windows of seq_len + 1 tokens; each begins with the last token of the window before.
+    """Windows of seq_len + 1 tokens; each window begins with the last token of the previous window.
 
-    The stream is divided into equal periods, and a block in each of them is held out; the training part is the rest,
-    joined. Both parts are index arithmetic and do not depend on seq_len. Raises ConfigError if the text does not fill
-    one sequence.
+    The stream is divided into equal periods. One block of each period is held out; the other tokens, joined, are the
+    training part. Both parts are computed by index arithmetic and do not depend on seq_len. Raises ConfigError if the
+    text does not fill one sequence.
     """
 
     content: str | None = None
-    """A hash of the files of a folder that is streamed; None elsewhere, because the key covers the content."""
+    """Hash of the files of a streamed folder, whose key does not depend on their content; None for other data."""
 
     def __init__(
         self,
@@ -55,14 +55,14 @@ class PackedSequences:
 
     @property
     def _start(self) -> int:
-        """Start of the held-out block within its period: the block is in the middle."""
+        """Start of the held-out block, which is in the middle of its period."""
         return (self._period - self._block) // 2
 
     def __len__(self) -> int:
         return self.num_sequences
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        """The sequences at these positions of the global order (int64, from 0 on without end)."""
+        """Sequence numbers (int64) at these positions of the global order, which start at 0 and have no end."""
         return sequence_at(positions, self.num_sequences, seed)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -93,7 +93,7 @@ class PackedSequences:
         return self._places(np.asarray(indices, dtype=np.int64)[:, None] * self.seq_len + np.arange(self.seq_len + 1))
 
     def _places(self, positions: np.ndarray) -> np.ndarray:
-        """Positions in this part as positions in the whole stream."""
+        """Converts positions in this part to positions in the whole stream."""
         if self.part == "all":
             return positions
         if self.part == "validation":
@@ -104,9 +104,9 @@ class PackedSequences:
 
 
 class StreamedSequences(PackedSequences):
-    """Sequences of a stream, in the order of the stream; their number is unknown until the stream ends.
+    """Sequences of a stream, in its order. Their number is unknown until the stream ends.
 
-    Sequence numbers go on without end: after the last sequence comes the first again.
+    Sequence numbers have no end, because the first sequence follows the last.
     """
 
     def __init__(self, cache: StreamCache, seq_len: int) -> None:
@@ -131,10 +131,13 @@ class StreamedSequences(PackedSequences):
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
-    """Training and validation sequences; validation has separate data or a held-out part. Called by all ranks.
+    """(training sequences, validation sequences or None). Validation has separate data or a held-out part.
 
-    Raises ConfigError if the tokenizer has more tokens than vocab_size, if there is not enough text, or if ranks, which
-    each read the files of their own node, have found different data.
+    All ranks must call this function. Raises ConfigError in three cases:
+
+    - The tokenizer has more tokens than vocab_size.
+    - There is not enough text.
+    - The files on the nodes differ.
     """
     import torch.distributed as dist  # whoever only tokenizes needs no torch
 

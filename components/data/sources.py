@@ -21,19 +21,19 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class BadRecord:
-    """A record that cannot be read: "file:line: reason"."""
+    """An unreadable record; reason is "file:line: reason"."""
 
     reason: str
 
 
 Reader = Callable[[Path, str], Iterator[str | BadRecord]]
-"""Yields the documents of a file, given the field that holds the text."""
+"""(file, text_field) -> documents of the file."""
 
 
 def find_files(path: str) -> list[Path]:
-    """The data files of a path (file, folder with subfolders, or glob), sorted; empty and hidden files are left out.
+    """The sorted data files of a path: a file, a folder with its subfolders, or a glob. Skips empty and hidden files.
 
-    Raises ConfigError if there are none, or if the path is a file with an unknown ending.
+    Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
     given = Path(os.path.expanduser(path))
     known = ", ".join(sorted(READERS))
@@ -56,14 +56,14 @@ def find_files(path: str) -> list[Path]:
 
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
-    """Raises ConfigError if a file of a folder, which a stranger may have made, is a link to outside of the folder."""
+    """Raises ConfigError if a file is a link that leaves the folder, because the folder may come from a stranger."""
     if away := [file for file in files if not inside(folder, file)]:
         reason = "which is outside of the folder; name it in training.dataset_path itself, by a glob too, or copy it"
         raise ConfigError(f"training data {folder}: {away[0]} leads to {os.path.realpath(away[0])}, {reason}")
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Files in a folder and its subfolders, without hidden ones; links are followed, except to a folder above."""
+    """Yields the files of a folder and its subfolders, except hidden ones. Follows links, except to a parent folder."""
     real = folder.resolve()
     if real in above:
         return
@@ -75,7 +75,7 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 
 
 def _matches(pattern: str) -> Iterator[Path]:
-    """Yields the paths that a glob matches. ** uses walk, because glob's own ** follows circular links."""
+    """Yields the matches of a glob. walk resolves **, because the ** of Python's glob follows circular links."""
     parts = Path(pattern).parts
     if "**" not in parts:
         yield from map(Path, glob.glob(pattern))
@@ -87,7 +87,7 @@ def _matches(pattern: str) -> Iterator[Path]:
 
 
 def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
-    """Part by part; ** stands for any number of folders."""
+    """Whether the pattern matches the path, compared part by part; ** matches any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
@@ -96,7 +96,7 @@ def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
-    """The documents of one file in order; a document is a text file, a JSONL line or a parquet row."""
+    """Yields the documents of a file in order. A document is a text file, a JSONL line or a parquet row."""
     return READERS[file.suffix](file, text_field)
 
 

@@ -1,7 +1,7 @@
-"""Documents of the hub, or of a folder in its layout, tokenized ahead of the training that reads them.
+"""Streams a dataset of the hub, or a folder with its layout: tokenizes documents ahead of training.
 
-<cache_folder>/stream-<hash>/tokens.bin, documents.bin   as in cache.py, but growing, in the order of the dataset
-                             progress.json               how much of them may be read, and where the writer continues
+<cache_folder>/stream-<hash>/tokens.bin, documents.bin   growing files as in cache.py, in the order of the dataset
+                             progress.json               published tokens and documents, position of the writer
                              wanted                      number of tokens that readers have asked for, int64
 
 The first rank of each node starts the writer (writer.py); all ranks and loader workers read.
@@ -30,24 +30,24 @@ from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_i
 from components.data.tokenizer import load_tokenizer, try_tokenizer
 
 AHEAD_TOKENS = 1 << 24
-"""The writer waits when it is this far ahead of what readers have asked for."""
+"""Read-ahead of the writer: it waits when it is this many tokens ahead of the readers' requests."""
 _POLL_SECONDS = 0.05
 _HANDOVER_SECONDS = 4.0
-"""Time in which another job's writer may take over from one that ended."""
+"""Time for another job's writer to take over after a writer has ended."""
 _NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class StreamSpec(DataSpec):
-    """The stream (always the split "train"), and how it is tokenized."""
+    """A dataset to stream (always its split "train"), with the settings of tokenization."""
 
     config: str | None
     revision: str | None
-    """A commit of the hub; None for a folder."""
+    """Commit of a hub dataset; None for a folder."""
     key: str
-    """Identifies the token sequence; of a folder by names and sizes of its files."""
+    """Identifies the token sequence. The key of a folder depends on the names and sizes of its files."""
     content: str | None
-    """A hash of the files of a folder, which samples the large ones; None for the hub, whose commit says all."""
+    """Hash of a folder's files, of which large ones are sampled; None for a hub dataset, identified by its commit."""
     vocab_size: int
     folder: Path
     """Folder of the cache."""
@@ -58,16 +58,19 @@ class StreamSpec(DataSpec):
 
 
 def is_stream(training: Training) -> bool:
-    """Whether the training data is streamed: as configured, or always if it is a dataset of the hub."""
+    """Whether training data is streamed: if dataset_streaming is set, and always for a dataset of the hub."""
     on_hub = training.dataset in HUB or "/" in training.dataset
     return training.dataset_streaming or (training.dataset_path is None and on_hub)
 
 
 def stream_spec(config: JobConfig) -> StreamSpec:
-    """The job's stream; the hub resolves its commit.
+    """The stream of a job. The hub resolves a branch or tag to a commit.
 
-    Raises ConfigError of one line: no network, dataset, revision or access, not a folder, or a key that a stream cannot
-    honour.
+    Raises ConfigError of one line in three cases:
+
+    - The hub cannot be reached, has no such dataset or revision, or denies access.
+    - training.dataset_path is not a folder.
+    - The job sets a key that streams do not support.
     """
     training = config.training
     if "training.dataset_streaming" in config.origins and not training.dataset_streaming:
@@ -86,7 +89,7 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         check_inside(Path(path), found)
         files = sorted((str(file.relative_to(path)), file.stat()) for file in found)
         name = hashlib.blake2b(repr([(file, state.st_size) for file, state in files]).encode(), digest_size=12)
-        # A copy of the folder has the same data, but gets its own cache.
+        # A copy of the folder has the same key, but another cache, because `version` includes modification times.
         try:
             content = sampled(base.cache_folder, [Path(path) / file for file, _ in files])
         except OSError as error:
@@ -120,7 +123,7 @@ def stream_spec(config: JobConfig) -> StreamSpec:
 
 
 def sampled(cache_folder: Path, files: list[Path]) -> str:
-    """A hash of these files' content, in order; unchanged files are not read again, if the cache can be written."""
+    """Hash of the sampled content of these files, in order. A writable cache remembers hashes of unchanged files."""
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
         found = hashes_of(cache_folder, files, sample)
@@ -152,9 +155,9 @@ def check_stream(config: JobConfig) -> None:
 
 
 def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | BadRecord, dict[str, Any]]]:
-    """Documents from a position on (from the first if it is empty), each with the position after it.
+    """Yields (document, position after this document), starting at `place` (the first document if `place` is empty).
 
-    Raises ConfigError if a file cannot be decoded. Other errors of datasets pass through.
+    Raises ConfigError if a file cannot be decoded. Other errors of the library datasets pass through.
     """
     import datasets
     import pyarrow
@@ -163,7 +166,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
     builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
     _check_builder(builder, spec)
     if builder.name == "text":
-        builder.config.sample_by = "document"  # a file is a document, as without streaming; \r becomes \n
+        builder.config.sample_by = "document"  # one document per file, as without streaming; but \r becomes \n
     stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
     if place:
         stream.load_state_dict(place["state"])
@@ -176,15 +179,20 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
                 text = text.removeprefix("\ufeff")
             skipped += not isinstance(text, str)
             reason = f'record {records:,}: no text in field "{spec.text_field}" (training.dataset_text_field)'
-            behind = {"records": records, "skipped": skipped, "state": stream.state_dict()}
-            yield text if isinstance(text, str) else BadRecord(f"{spec.path}: {reason}"), behind
+            position = {"records": records, "skipped": skipped, "state": stream.state_dict()}
+            yield text if isinstance(text, str) else BadRecord(f"{spec.path}: {reason}"), position
     except (pyarrow.ArrowException, UnicodeDecodeError, EOFError, datasets.exceptions.DatasetsError) as error:
         reason = f"cannot be read after record {records:,}: {first_line(error.__cause__ or error)}"
         raise ConfigError(f"training data {spec.path}: {reason}") from error
 
 
 def _check_builder(builder: Any, spec: StreamSpec) -> None:
-    """Raises ConfigError for a kind of file that is not read here, or where a folder's README names files elsewhere."""
+    """Raises ConfigError in three cases:
+
+    - The kind of the dataset's files is not supported.
+    - The metadata of a folder names files outside of that folder.
+    - A folder has data files of a second kind, which the stream would leave out.
+    """
     if builder.name not in _KINDS:
         raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
     if spec.revision is None:
@@ -202,7 +210,7 @@ _KINDS = ("parquet", "json", "text", "csv", "arrow")
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """The progress that the writer published last; empty before the first time."""
+    """The progress that the writer has published last; an empty dict before its first publication."""
     return read_json_if_whole(folder / "progress.json")
 
 
@@ -212,7 +220,7 @@ def read_wanted(folder: Path) -> int:
 
 
 class StreamCache:
-    """A cache that grows: tokens and document ends as last read; reach waits for more."""
+    """A growing cache. tokens and document_ends are as last mapped; reach waits for more tokens."""
 
     trained: np.ndarray | None = None
     """As of TokenCache."""
@@ -225,14 +233,14 @@ class StreamCache:
         self.is_whole = False
 
     def __reduce__(self) -> tuple[type["StreamCache"], tuple[StreamSpec]]:
-        """Another process maps the files itself, and does not own the writer."""
+        """Pickles only the spec: another process maps the files again, and does not own the writer."""
         return StreamCache, (self.spec,)
 
     def verify(self, places: np.ndarray) -> None:
-        """A cache that grows has no hashes."""
+        """Does nothing, because a growing cache has no hashes."""
 
     def reach(self, wanted: int) -> None:
-        """Wait until this many tokens exist, or the whole dataset.
+        """Waits until this many tokens exist, or the whole dataset is tokenized.
 
         Raises ConfigError if the writer could not read the data, RuntimeError if the writer failed or is gone.
         """
@@ -270,7 +278,7 @@ class StreamCache:
         self.is_whole = progress["is_whole"]
 
     def _ask(self, wanted: int) -> None:
-        """Readers overwrite each other's numbers, but a waiting reader asks again."""
+        """Requests tokens up to `wanted`. Readers overwrite each other's requests, but a waiting reader asks again."""
         try:
             if read_wanted(self.folder) < wanted:
                 (self.folder / "wanted").write_bytes(wanted.to_bytes(8, "little"))
@@ -278,7 +286,7 @@ class StreamCache:
             return
 
     def _writer_lives(self) -> bool:
-        """Whether any process holds the writer's lock. A shared lock does not disturb other readers."""
+        """Whether any process holds the writer's lock. Tests with a shared lock, which does not block other readers."""
         try:
             with self.spec.lock_file.open() as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -290,11 +298,11 @@ class StreamCache:
 
 
 def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subprocess.Popen[str]":
-    """Start the process that tokenizes ahead; it ends when its standard input is closed, so with this process.
+    """Starts the writer, which ends when its standard input is closed, and thus when this process ends.
 
-    Raises RuntimeError if the process ends at once.
+    Raises RuntimeError if the writer ends at once.
     """
-    # Not by multiprocessing: the writer and its workers would import train.py, and thus torch.
+    # With multiprocessing, the writer and its workers would import train.py, and thus torch.
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "components.data.writer"],
         stdin=subprocess.PIPE,

@@ -20,7 +20,8 @@ from components.config.files import inside, read_json_as, write_json
 from components.config.keys import short
 from components.launch.exit_codes import ExitCode
 
-# How Llama 3 splits text before merging bytes, and its 256 special tokens, which follow the ranks (its tokenizer.py).
+# From Llama 3's tokenizer.py: the split of text before bytes are merged, and 256 special tokens, whose ids follow the
+# ranks.
 SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -38,11 +39,11 @@ SPECIAL_TOKENS = [
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back. Text that looks like a special token is plain text."""
+    """Converts text to token ids and back. Text that looks like a special token is encoded as plain text."""
 
     vocab_size: int
     rows: int
-    """Embedding rows needed: 1 + largest id of text, BOS or EOS."""
+    """Embedding rows needed: 1 + the largest id of text, BOS or EOS."""
     bos_id: int | None
     eos_id: int | None
 
@@ -52,7 +53,7 @@ class Tokenizer(Protocol):
 
 
 class TiktokenTokenizer:
-    """A rank file, "<base64 of the bytes> <rank>" a line, split and followed by special tokens as in Llama 3."""
+    """A rank file with lines "<base64 of the bytes> <rank>"; the split and the special tokens are Llama 3's."""
 
     def __init__(self, path: Path) -> None:
         import tiktoken
@@ -73,15 +74,15 @@ class TiktokenTokenizer:
         self.eos_id: int | None = specials["<|end_of_text|>"]
 
     def to_json(self) -> Any:
-        """The same tokenizer as a tokenizers.Tokenizer, for a tokenizer.json."""
+        """Converts this tokenizer to a tokenizers.Tokenizer, for a tokenizer.json."""
         import tokenizers
         from tokenizers import models, processors
 
         character_of = {byte: character for character, byte in _bytes_of_characters().items()}
         ranks = self._encoding._mergeable_ranks
         text = {token: "".join(character_of[byte] for byte in token) for token in ranks}
-        # A token is the merge of the two parts that remain after all merges of lower rank.
-        parts = [(token, _merge(token, ranks)) for token in sorted(ranks, key=lambda each: ranks[each]) if token[1:]]
+        # A token merges the two parts that remain after all merges of lower rank.
+        parts = [(token, _merge(token, ranks)) for token in sorted(ranks, key=lambda token: ranks[token]) if token[1:]]
         merges = [(text[pair[0]], text[pair[1]]) for _, pair in parts if len(pair) == 2]
         vocabulary = {text[token]: rank for token, rank in ranks.items()}
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
@@ -112,7 +113,7 @@ class _Settings:
 
 
 class JsonTokenizer:
-    """A tokenizer.json; the names of its first and last token come from tokenizer_config.json beside it."""
+    """A tokenizer.json; tokenizer_config.json in the same folder names its BOS and EOS tokens."""
 
     def __init__(self, path: Path) -> None:
         import tokenizers
@@ -131,7 +132,7 @@ class JsonTokenizer:
         settings = read_json_as(_Settings, settings_file) if settings_file.exists() else _Settings()
         self.bos_id = self._special(settings.bos_token, settings_file)
         self.eos_id = self._special(settings.eos_token, settings_file)
-        # Some models have fewer rows than their tokenizer has tokens: Gemma 3's last is one of images.
+        # Some models have fewer embedding rows than their tokenizer has tokens: Gemma 3's last token is for images.
         added = self._tokenizer.get_added_tokens_decoder()
         unused = {number for number, token in added.items() if token.special} - {self.bos_id, self.eos_id}
         used = {*self._tokenizer.get_vocab(with_added_tokens=True).values()} - unused
@@ -152,9 +153,10 @@ class JsonTokenizer:
 
 
 def find_tokenizer(path: str) -> Path:
-    """The tokenizer's file: path itself, or the file in that folder; relative to the current folder or the repository.
+    """The tokenizer's file: path, or the tokenizer file in the folder path.
 
-    Raises ConfigError that says how to get one.
+    A relative path starts at the current folder or, if nothing is there, at the repository. Raises ConfigError that
+    says how to get a tokenizer.
     """
     given = Path(os.path.expanduser(path))
     found = given if given.exists() else ROOT / given
@@ -175,13 +177,13 @@ def find_tokenizer(path: str) -> Path:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer at a path, as find_tokenizer finds it. Raises ConfigError."""
+    """Loads the tokenizer that find_tokenizer finds. Raises ConfigError."""
     file = find_tokenizer(path)
     return JsonTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
 
 
 def try_tokenizer(path: str) -> int:
-    """The rows of a table for it, found by a process of its own: on some files the library aborts its process.
+    """Tries a tokenizer and returns its `rows`. A subprocess does the test, because the library aborts on some files.
 
     Raises ConfigError.
     """
@@ -197,14 +199,14 @@ def try_tokenizer(path: str) -> int:
 
 
 def _try(file: str) -> None:
-    """In the process of try_tokenizer."""
+    """Runs in the subprocess of try_tokenizer."""
     tokenizer = load_tokenizer(file)
     tokenizer.decode(tokenizer.encode("In the beginning, naïve 日本 <|eot_id|>\n"))
     print(tokenizer.rows)
 
 
 def fingerprint(path: str) -> str:
-    """Hash that changes whenever the tokenizer would encode differently."""
+    """Hash that changes whenever the tokenizer's encoding changes."""
     file = find_tokenizer(path)
     settings = file.with_name("tokenizer_config.json")
     content = file.read_bytes() + (settings.read_bytes() if settings.exists() else b"")
@@ -212,7 +214,7 @@ def fingerprint(path: str) -> str:
 
 
 def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
-    """Write the tokenizer in the form that transformers reads; returns the first and last token id for config.json."""
+    """Writes the tokenizer in the format of transformers; returns bos_token_id and eos_token_id for config.json."""
     file = find_tokenizer(path)
     tokenizer = load_tokenizer(path)
     if isinstance(tokenizer, TiktokenTokenizer):
@@ -227,16 +229,16 @@ def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
     else:
         shutil.copyfile(file, folder / "tokenizer.json")
         for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
-            if (there := file.with_name(name)).exists():
-                shutil.copyfile(there, folder / name)
+            if (source := file.with_name(name)).exists():
+                shutil.copyfile(source, folder / name)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
     return {name: number for name, number in ids.items() if number is not None}
 
 
 def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
-    """Train a byte-level BPE on text files and write it as a rank file; vocab_size includes the special tokens.
+    """Trains a byte-level BPE on text files and writes it as a rank file. vocab_size includes the special tokens.
 
-    Raises ConfigError if vocab_size leaves no room for the 256 bytes.
+    Raises ConfigError if vocab_size is too small for the 256 bytes and the special tokens.
     """
     if vocab_size < 256 + len(SPECIAL_TOKENS):
         raise ConfigError(f"a vocabulary of {vocab_size}: 256 bytes and {len(SPECIAL_TOKENS)} special tokens need more")
@@ -249,7 +251,7 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
         vocab_size=vocab_size - len(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train([str(file) for file in files], trainer)
-    # The library writes each byte as a printable character; its ids are in merge order, as ranks are.
+    # The library writes each byte as a printable character. Its ids are in merge order, like ranks.
     byte_of = _bytes_of_characters()
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +261,7 @@ def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
 
 
 def _split_as_llama(tokenizer: Any) -> None:
-    """Set Llama 3's split before merging, and bytes as printable characters."""
+    """Sets Llama 3's split of text before merging, and GPT-2's printable characters for bytes."""
     import tokenizers
     from tokenizers import decoders, pre_tokenizers
 
@@ -270,7 +272,7 @@ def _split_as_llama(tokenizer: Any) -> None:
 
 
 def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The parts of a token after all merges of a lower rank than its own."""
+    """The parts of a token after all merges whose rank is lower than the token's rank."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 1:
         pairs = [ranks.get(left + right, ranks[token]) for left, right in itertools.pairwise(parts)]
@@ -282,7 +284,7 @@ def _merge(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
 
 
 def _bytes_of_characters() -> dict[str, int]:
-    """The byte of each of GPT-2's printable characters: printable Latin-1 is itself, other bytes are from 256 on."""
+    """GPT-2's printable character -> byte. Printable Latin-1 bytes are themselves; other bytes are 256, 257, ..."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""`python -m components.data.writer`: tokenizes a stream ahead of its readers. Started by stream.start_writer."""
+"""`python -m components.data.writer` tokenizes a stream ahead of its readers; stream.start_writer starts it."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ _MOST_WORKERS = 8
 
 
 def main() -> None:
-    """Wait for the lock, then write until the dataset or the parent ends. Errors are published for the readers."""
-    # A rank that saves before it stops needs tokens for its last step. Workers started from here ignore signals too.
+    """Waits for the lock, then writes until the dataset or the parent ends. Publishes errors for the readers."""
+    # A rank that saves before it stops needs tokens for its last step. The writer's workers inherit ignored signals.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     fields, ahead_tokens = json.loads(sys.stdin.readline())
@@ -36,7 +36,7 @@ def main() -> None:
     lock = FileLock(spec.lock_file)
     try:
         lock.acquire(blocking=False)
-    except Timeout:  # another job's writer is at work: take over when it ends
+    except Timeout:  # another job's writer holds the lock; take over when it ends
         print("ready", flush=True)
         lock.acquire()
     progress = begin(spec)
@@ -58,7 +58,7 @@ def _end_with_parent() -> None:
 
 
 def begin(spec: StreamSpec) -> dict[str, Any]:
-    """The progress so far, without an earlier writer's error; earlier requests of readers are reset."""
+    """Publishes and returns the progress so far, without an earlier writer's error. Resets the readers' requests."""
     progress = read_progress(spec.folder) | {"error": None}
     if any(size and _size(spec.folder / name) < size for name, size in _published(spec, progress).items()):
         print(f"{spec.folder}: shorter than it was: made again from the start", file=sys.stderr, flush=True)
@@ -70,13 +70,13 @@ def begin(spec: StreamSpec) -> dict[str, Any]:
 
 
 def _published(spec: StreamSpec, progress: dict[str, Any]) -> dict[str, int]:
-    """Bytes that readers know of, by file."""
+    """File name -> number of bytes that have been published to readers."""
     tokens = token_dtype(spec.vocab_size).itemsize * progress.get("tokens", 0)
     return {"tokens.bin": tokens, "documents.bin": 8 * progress.get("documents", 0)}
 
 
 def _publish_error(spec: StreamSpec, error: str, is_mistake: bool) -> None:
-    """Publish why there will be no more; what was written since the last time makes room, should the disk be full."""
+    """Publishes the error that ended the writer. First truncates unpublished data, because the disk may be full."""
     progress = read_progress(spec.folder)
     for name, size in _published(spec, progress).items():
         with contextlib.suppress(OSError):
@@ -89,14 +89,14 @@ def _size(file: Path) -> int:
 
 
 def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None:
-    """Append tokens and document ends from progress on, and update it. Raises ConfigError if data cannot be read."""
+    """Appends tokens and document ends from `progress` on, and updates it. Raises ConfigError for unreadable data."""
     dtype = token_dtype(spec.vocab_size)
     bad: list[str] = []
     wanted, last_published = 0, time.monotonic()
     skipped_before = progress["place"].get("skipped", 0)
     documents = stream_documents(spec, progress["place"])
     with (spec.folder / "tokens.bin").open("ab") as tokens, (spec.folder / "documents.bin").open("ab") as ends:
-        tokens.truncate(dtype.itemsize * progress["tokens"])  # a killed writer leaves more than it published
+        tokens.truncate(dtype.itemsize * progress["tokens"])  # a killed writer leaves unpublished data
         ends.truncate(8 * progress["documents"])
 
         def publish() -> None:

@@ -1,1 +1,1 @@
-"""From settings to ranks and their end: starting processes, signals, exit codes."""
+"""Starts and ends the ranks of a node: settings, processes, signals, exit codes."""

@@ -1,11 +1,11 @@
-"""torchrun's agent (torch.distributed.elastic), which starts the ranks of a node and restarts them, with our own ranks.
+"""torchrun's agent (torch.distributed.elastic), which starts and restarts the ranks of a node.
 
-Its four abstract methods are implemented here, because torchrun's local agent:
-
-- kills a rank that is still saving 30 seconds after another rank ended
-- signals loader workers too, and dies of SIGUSR1
-- breaks progress bars into lines
-- always exits with 1
+This module implements the four abstract methods of the agent, because torchrun's local agent is unsuitable:
+- It kills a rank that is still saving 30 seconds after another rank ended.
+- It signals loader workers too.
+- It dies of SIGUSR1.
+- It breaks progress bars into lines.
+- It always exits with 1.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ if TYPE_CHECKING:
 
 
 def run_agent(ranks: Ranks, settings: Settings) -> None:
-    """Start the ranks, and start them again where that is asked for, until they have ended; errors go to ranks.error.
+    """Starts the ranks, restarts them up to settings.restarts times, and returns when they have ended.
 
-    Counts rounds, not the failures of one node: so all nodes have the same number of restarts left.
+    Errors of the agent are stored in ranks.error. Restarts are counted in rounds, not in failures of one node, so that
+    all nodes have the same number of restarts left.
     """
     try:
         meeting = Meeting(settings)
@@ -53,7 +54,7 @@ def run_agent(ranks: Ranks, settings: Settings) -> None:
 
 
 class _Agent(SimpleElasticAgent):
-    """The agent, with ranks that Ranks starts and watches."""
+    """An agent that starts and watches its ranks through Ranks."""
 
     def __init__(self, spec: WorkerSpec, ranks: Ranks, meeting: Meeting) -> None:
         super().__init__(spec)
@@ -64,7 +65,7 @@ class _Agent(SimpleElasticAgent):
         super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start the ranks with the variables that torchrun documents."""
+        """Starts the ranks with the environment variables that torchrun documents."""
         spec = worker_group.spec
         self._remaining_restarts = max(0, spec.max_restarts + 1 - self._meeting.rounds)
         shared = {

@@ -1,4 +1,4 @@
-"""How a rank ends: with a documented exit code, and without the interpreter's own tear-down."""
+"""Ends a rank with a documented exit code, and without the interpreter's tear-down."""
 
 import contextlib
 import faulthandler
@@ -17,12 +17,12 @@ from components.launch.orphan import outlive_readers, rank_log
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code, without the interpreter's own tear-down.
+    """Ends the process with this exit code, without the interpreter's tear-down.
 
     A process group that still exists during tear-down aborts about one clean gloo run in eight (pytorch#190489,
     #179291).
     """
-    # Destroying waits for the other ranks, which may be gone after an error.
+    # destroy_process_group waits for the other ranks, which may be gone after an error.
     if dist.is_initialized() and (code == ExitCode.DONE or code > 128):
         dist.destroy_process_group()
     sys.stdout.flush()
@@ -31,7 +31,7 @@ def leave(code: int) -> NoReturn:
 
 
 def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
-    """Run main and leave with its exit code, or with the exit code of its error, after a message.
+    """Runs main and ends the process with its exit code; after an error, prints a message and uses the error's code.
 
     A process that crashes (segmentation fault, abort of glibc) prints the stacks of its threads.
     """
@@ -50,9 +50,9 @@ def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
 
 
 def _report(error: Exception) -> ExitCode:
-    """Say what happened. The traceback of a lost process goes to the rank's log only, where there is one."""
+    """Prints the error and returns its exit code. If a process was lost, the traceback goes only to the rank's log."""
     lost, full = "", False
-    if "DataLoader worker" in str(error):  # raised by torch anywhere in the main thread, or by our loader
+    if "DataLoader worker" in str(error):  # raised by torch anywhere in the main thread, or by data/loader.py
         lost = f"rank {os.environ.get('RANK', '0')}: a DataLoader worker is gone: killed, or out of memory"
     elif isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS_OF_FULL_MEMORY):
         full = True
@@ -73,7 +73,7 @@ _SIGNS_OF_FULL_MEMORY = (
     *("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     *("CUDA calloc", "failure 2 'out of memory'"),
 )
-"""In errors of the host's allocator, of CUDA beside torch's own, of cuBLAS and of NCCL."""
+"""Texts in out-of-memory errors that are no torch.OutOfMemoryError: of the host's allocator, CUDA, cuBLAS and NCCL."""
 _OUT_OF_MEMORY = """Out of memory. Four keys to try:
   training.local_batch_size                fewer sequences at a time; with training.global_batch_size set, the same run
   parallelism.data_parallel_shard_degree   more ranks to share weights, gradients and optimizer

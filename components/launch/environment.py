@@ -1,10 +1,10 @@
-"""The Python environment that pyproject.toml requires: check it, install into it, make it. Standard library only.
+"""Checks, completes or makes the Python environment that pyproject.toml requires. Standard library only.
 
 run_train.sh and tests/run.sh call this before any package is installed:
 
-    python components/launch/environment.py --check [--group test]     what is missing, one a line; exit 0 or 1
-    python components/launch/environment.py --install [--group test]   install it with pip into the running Python
-    python components/launch/environment.py --make [--group test]      make or complete .venv of the repository
+    python components/launch/environment.py --check [--group test]     list missing packages, one per line; exit 0 or 1
+    python components/launch/environment.py --install [--group test]   install them with pip into the running Python
+    python components/launch/environment.py --make [--group test]      make or complete the repository's .venv
 """
 
 import argparse
@@ -25,7 +25,7 @@ VENV = ROOT / ".venv"
 
 
 def requirements(groups: list[str]) -> list[str]:
-    """`project.dependencies` of pyproject.toml and those of the named dependency groups."""
+    """`project.dependencies` of pyproject.toml, and the dependencies of the named dependency groups."""
     document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     known = document["dependency-groups"]
     if unknown := [name for name in groups if name not in known]:
@@ -34,7 +34,7 @@ def requirements(groups: list[str]) -> list[str]:
 
 
 def missing(groups: list[str]) -> list[str]:
-    """The requirements that the running Python does not meet, by metadata alone: nothing is imported."""
+    """The requirements that the running Python does not meet. Reads only metadata and imports no package."""
     return [line for line in requirements(groups) if not _met(line)]
 
 
@@ -50,14 +50,14 @@ def _met(requirement: str) -> bool:
 
 
 def _parse(requirement: str) -> tuple[str, str, str]:
-    """`torch>=2.13` as its three parts; pyproject.toml uses only >= and ==."""
+    """Splits `torch>=2.13` into its three parts; pyproject.toml uses only >= and ==."""
     parts = re.fullmatch(r"([\w.\-]+)(>=|==)([\d.]+)", requirement)
     assert parts, f"pyproject.toml: {requirement}: write it as name>=version or name==version"
     return parts[1], parts[2], parts[3]
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """(2, 13) of 2.13.0+cpu: suffixes and trailing zeros are left out."""
+    """Parses 2.13.0+cpu as (2, 13): suffixes and trailing zeros are left out."""
     numbers = re.match(r"\d+(\.\d+)*", version)
     release = [int(number) for number in numbers[0].split(".")] if numbers else [0]
     while len(release) > 1 and release[-1] == 0:
@@ -66,7 +66,7 @@ def _release(version: str) -> tuple[int, ...]:
 
 
 def install(groups: list[str]) -> int:
-    """Install missing packages in one pip call, at the releases of the group `pinned`."""
+    """Installs missing packages in one pip call, at the releases in the group `pinned`."""
     pins = {_parse(line)[0]: line for line in requirements(["pinned"]) if "==" in line}
     # After an interruption a package may lack files although its metadata is there.
     interrupted = _unfinished(Path(sys.prefix)).exists()
@@ -80,7 +80,7 @@ def install(groups: list[str]) -> int:
 
 
 def _unfinished(prefix: Path) -> Path:
-    """A file that exists during an installation, and stays if the installation is interrupted."""
+    """A file that exists during an installation and remains after an interrupted one."""
     return prefix / "unfinished-install"
 
 
@@ -88,12 +88,12 @@ def _unfinished(prefix: Path) -> Path:
 def _unfinished_until_done(prefix: Path) -> Iterator[None]:
     prefix.mkdir(exist_ok=True)
     _unfinished(prefix).touch()
-    yield  # no finally: the file stays after a failure
+    yield  # no finally, because the file must remain after a failure
     _unfinished(prefix).unlink(missing_ok=True)
 
 
 def make(groups: list[str]) -> None:
-    """Make the repository's .venv, or install what it lacks. A second call waits for the first."""
+    """Makes the repository's .venv, or installs its missing packages. A second call waits for the first."""
     options = [word for group in groups for word in ("--group", group)]
     with _lock():
         if not (VENV / "bin/python").exists() or _unfinished(VENV).exists():
@@ -110,7 +110,7 @@ def make(groups: list[str]) -> None:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the rest of an interrupted call, except for the file that marks it."""
+    """Empties a folder after an interrupted installation, except for the file that marks the interruption."""
     for entry in folder.iterdir():
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)
@@ -124,7 +124,7 @@ def _in_venv(*words: str, stdout: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """A lock that the system releases when its holder dies."""
+    """Holds a lock that the operating system releases when the process dies."""
     path = ROOT / ".cache/environment.lock"
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file:

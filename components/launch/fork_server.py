@@ -1,8 +1,8 @@
-"""The process whose forks the ranks are: it has imported torch and all of train.py, once a node instead of once a rank.
+"""Sets up the fork server, which imports torch and train.py once per node; ranks are its forks.
 
-multiprocessing imports this module into that process, and nobody else does. Signals are for the launcher and its
-ranks: a terminal, a cluster's `kill` of all processes, and `pkill -f train.py` leave this process alone. It ends when
-the launcher has ended.
+Only multiprocessing imports this module, in the fork server. The fork server survives a terminal's signals, a
+cluster's `kill` of all processes and `pkill -f train.py`, because signals are for the launcher and its ranks. The fork
+server ends after the launcher.
 """
 
 import gc
@@ -13,7 +13,8 @@ import setproctitle
 
 from components.launch.process import NOT_FOR_THE_SERVER
 
-gc.disable()  # imports make a million objects and no garbage: looking for it takes a quarter of their time
+gc.disable()  # imports make a million objects but no garbage; collections would take a quarter of the import time
 os.setsid()
-signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_SERVER)  # not ignored: a rank gets what came while it began
+# Signals are blocked instead of ignored, so that a rank receives a signal that arrived during its start.
+signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_THE_SERVER)
 setproctitle.setproctitle("meshwright: process that ranks are forked from")

@@ -1,4 +1,4 @@
-"""How launchers meet before ranks are started, at the start and at every restart: what torch calls a rendezvous."""
+"""The rendezvous of launchers, before the first start of ranks and before every restart."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ RUN_ID = "meshwright"
 
 
 class Meeting(RendezvousHandler):
-    """Numbers the nodes, and gives the ranks of each round a store of their own.
+    """A rendezvous that numbers the nodes and makes a new store for the ranks of each round.
 
-    torch's handler gives all rounds one store without a prefix, so that restarted ranks find the addresses of dead ones
-    and wait for them (pytorch#135712). Several nodes meet by torch's handler; one node has nobody to wait for.
+    torch's handler uses one store without a prefix for all rounds. Restarted ranks then find the addresses of dead
+    ranks and wait for them (pytorch#135712). torch's handler is used only to let several nodes meet.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Raises RendezvousConnectionError if the endpoint cannot be listened on, or not be reached."""
+        """Raises RendezvousConnectionError if this node cannot listen on the endpoint, or cannot reach it."""
         self.rounds = 0
         self._endpoint, self._node_rank = settings.endpoint, settings.node_rank
         self._nodes = get_rendezvous_handler(_parameters(settings)) if settings.nodes > 1 else None
         self._store: dist.TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all nodes are there. Raises RendezvousError if they cannot meet, or two have one number."""
+        """Waits until all nodes have joined. Raises RendezvousError if they cannot meet or two have the same number."""
         self.rounds += 1
         if self._nodes is None:
             self._store = _local_store()
@@ -54,15 +54,15 @@ class Meeting(RendezvousHandler):
         return RendezvousInfo(met.store, number, met.world_size, RendezvousStoreInfo(host, int(port)))
 
     def num_nodes_waiting(self) -> int:
-        """Nodes that ask for another round: theirs has lost a rank, or the node itself was started again."""
+        """Number of nodes that wait for another round, after the loss of a rank or a restart of the node."""
         try:
             return self._nodes.num_nodes_waiting() if self._nodes else 0
         except RendezvousConnectionError:
-            return 0  # the launcher at the endpoint is gone: all ranks save and stop, as its own do
+            return 0  # the launcher at the endpoint is gone; all ranks save and stop, like the ranks of that launcher
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks are clients of the store here, which outlives them."""
+        """True, because ranks are clients of the agent's store, which outlives the ranks."""
         return True
 
     def get_backend(self) -> str:
@@ -79,7 +79,7 @@ class Meeting(RendezvousHandler):
             self._nodes.set_closed()
 
     def shutdown(self) -> bool:
-        """Nodes that still want to meet end too, instead of waiting for this one."""
+        """Closes the rendezvous, so that other nodes end too instead of waiting for this node."""
         return self._nodes is None or self._nodes.shutdown()
 
 
@@ -96,7 +96,7 @@ def _parameters(settings: Settings) -> RendezvousParameters:
 
 
 def _local_store() -> dist.TCPStore:
-    """A store on a free port that only this machine reaches; torch's own listens on all interfaces."""
+    """A store on a free port of the loopback interface; a store that torch opens listens on all interfaces."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     listener.listen()

@@ -1,4 +1,4 @@
-"""Settings of the C library for memory that a rank has freed."""
+"""Settings of the C library's allocator for the memory that a rank frees."""
 
 import contextlib
 import ctypes
@@ -7,12 +7,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 
 
 def keep_freed_memory() -> None:
-    """Let glibc keep it for the next tensor; other C libraries have their own ways.
+    """Makes glibc keep freed memory for the next tensor; does nothing with other C libraries.
 
-    By default what is freed goes back to the kernel, and every tensor of some MiB is paid for with a thousand page
-    faults: a few per cent of a step on a CPU.
+    By default freed memory returns to the kernel. Every tensor of some MiB then costs a thousand page faults, which
+    take a few per cent of a step on a CPU.
     """
     with contextlib.suppress(AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc takes
+        mallopt(_MMAP_THRESHOLD, 2**25)  # glibc's maximum
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)

@@ -1,7 +1,7 @@
-"""Ranks whose launcher is gone: how they learn of it, and where they print then.
+"""Ranks whose launcher has ended: detection of the launcher's end, and redirection of output.
 
-The launcher holds one end of a pipe, and its ranks the other: when the launcher has ended, however it did, they read
-the end of the pipe. PR_SET_PDEATHSIG would depend on the thread that started them.
+The launcher holds one end of a pipe, and its ranks hold the other. When the launcher has ended in any way, ranks read
+end-of-file from the pipe. PR_SET_PDEATHSIG is not used, because it depends on the thread that started a rank.
 """
 
 import io
@@ -14,12 +14,12 @@ _LOG, _GRACE = "MESHWRIGHT_RANK_LOG", "MESHWRIGHT_GRACE_SECONDS"
 
 
 def variables(log: str, grace_seconds: float) -> dict[str, str]:
-    """The environment of a rank, beside LAUNCHER_PIPE: its log, and the time that it has for saving."""
+    """Environment variables of a rank, besides LAUNCHER_PIPE: its log, and its time for saving."""
     return {_LOG: os.path.abspath(log), _GRACE: str(grace_seconds)}
 
 
 def launcher_pipe() -> int | None:
-    """The descriptor that can be read when the launcher is gone; None in a process that no launcher started."""
+    """The descriptor that becomes readable when the launcher ends; None in a process without a launcher."""
     return int(os.environ[LAUNCHER_PIPE]) if LAUNCHER_PIPE in os.environ else None
 
 
@@ -28,18 +28,18 @@ def grace_seconds() -> float:
 
 
 def rank_log() -> str | None:
-    """The file to which the launcher copies what this rank prints."""
+    """The file to which the launcher copies this rank's output."""
     return os.environ.get(_LOG)
 
 
 def outlive_readers() -> None:
-    """Python's output goes to the rank's log as soon as the launcher does not read it any more: an error otherwise."""
+    """Redirects Python's output to the rank's log once the launcher stops reading, where a write would be an error."""
     if rank_log():
         sys.stdout, sys.stderr = _text(1, sys.stdout), _text(2, sys.stderr)
 
 
 def _text(descriptor: int, before: TextIO) -> io.TextIOWrapper:
-    output: Any = _Output(descriptor, "w", closefd=False)  # unbuffered, as the launcher asks of Python
+    output: Any = _Output(descriptor, "w", closefd=False)  # unbuffered, as with the launcher's PYTHONUNBUFFERED
     return io.TextIOWrapper(output, encoding=before.encoding, errors="backslashreplace", write_through=True)
 
 

@@ -1,4 +1,4 @@
-"""One rank's process and its output: to the console as it comes, to a log file in whole lines."""
+"""One rank's process. Its output goes to the console immediately, and to a log file in whole lines."""
 
 import contextlib
 import gc
@@ -23,32 +23,32 @@ _ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that fork_server.py blocks, and ranks do not."""
+"""Signals that fork_server.py blocks and ranks unblock."""
 _FORKS = multiprocessing.get_context("forkserver")
 _EXIT_CODES = threading.Lock()
-"""Held while a thread reads exit codes. Process.start and join read them from a pipe that has each code once.
-
-Without the lock one thread would miss a code that another has read, and take its process for one of a dead server.
+"""Lock around Process.start and Process.join. Both read exit codes from a pipe that contains each code once. Without
+the lock, a thread that misses a code takes the fork server for dead.
 """
 _SERVER_DIED = 255
-"""multiprocessing's exit code of a process whose server has died: nobody knows its own, and it may still run."""
+"""multiprocessing's exit code of a process whose fork server has died. The process may still run, and its real exit
+code is unknown."""
 
 
 OPENMP = {"GOMP_SPINCOUNT": "10000"}
-"""A thread that waits for others spins for some microseconds, then sleeps. By default it spins for milliseconds, and
-keeps the others from the cores of a busy machine (tests/benchmarks/busy.py)."""
+"""A waiting thread spins for some microseconds, then sleeps. By default waiting threads spin for milliseconds, and
+keep other threads from the cores of a busy machine (tests/benchmarks/busy.py)."""
 
 
 def preload(modules: list[str], threads: int) -> None:
-    """Start to import modules in the process that ranks will be forks of; does not wait for it.
+    """Starts the fork server, which imports these modules; does not wait for the imports.
 
-    threads: of each rank. OpenMP reads their number when torch is imported.
+    threads: OpenMP threads of each rank. OpenMP reads this number when torch is imported.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONUNBUFFERED"] = "1"
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # a GPU's memory in fewer pieces
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation of GPU memory
     _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
     forkserver.ensure_running()
 
@@ -67,19 +67,22 @@ class RankProcess:
         pipe: Connection,
         grace_seconds: float,
     ) -> None:
-        """main: a function of argv, as "module:function". pipe: tells that the launcher has ended; then the rank
-        has grace_seconds. Comes after preload.
+        """Starts the process; preload must be called first.
+
+        main: a function of argv, as "module:function".
+        prefix: put before each line on the console; None keeps the output off the console.
+        pipe: reaches end-of-file when the launcher ends; the rank then has grace_seconds to save.
         """
         self.number = number
         self.log = log
         self.shown = prefix is not None
         self.code: int | None = None
-        """None while it runs; -N if signal N killed it."""
+        """Exit code; None while the process runs; -N if signal N killed the process."""
         self.end_time = math.inf
         self.killed = False
-        """Whether the launcher killed it."""
+        """Whether the launcher killed the process."""
         self._asked = threading.Lock()
-        """Taken by the first thread that asks it to stop."""
+        """Acquired by the first thread that asks the process to stop."""
         pipes = [multiprocessing.Pipe(duplex=False) for _ in range(2)]
         more = variables(str(log), grace_seconds)
         self.process = _FORKS.Process(
@@ -103,7 +106,7 @@ class RankProcess:
         return self.process.pid
 
     def _wait(self) -> None:
-        """Runs in a thread for each rank, so that the first rank to end is known."""
+        """Waits for the end of the process. Each rank has a thread for this, so that the first rank to end is known."""
         connection.wait([self.process.sentinel])
         self.end_time = time.monotonic()
         with _EXIT_CODES:
@@ -115,7 +118,7 @@ class RankProcess:
             self.code = self.process.exitcode
 
     def ask_to_stop(self, number: int) -> None:
-        """Send it the signal, once however many threads pass the signal on."""
+        """Sends the process a stop signal. Only the first call has an effect."""
         if self._asked.acquire(blocking=False):
             self.signal(number)
 
@@ -125,14 +128,14 @@ class RankProcess:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process with its children, even if it has already ended."""
+        """Kills the process and its children; kills the children even if the process has already ended."""
         self.killed = self.killed or self.code is None
-        self.signal(signal.SIGKILL)  # it may not have its own group yet
+        self.signal(signal.SIGKILL)  # the process may not have a process group yet
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def finish_output(self) -> None:
-        """Wait for the last output, but not for children that keep the pipe open."""
+        """Waits for the last output, but at most 1 second per stream, because children may keep a pipe open."""
         for thread in self._outputs:
             thread.join(timeout=1)
 
@@ -141,7 +144,7 @@ def _be_rank(
     main: str, argv: list[str], environment: dict[str, str], pipe: Connection, out: Connection, err: Connection
 ) -> None:
     """Runs in a fork of the fork server."""
-    gc.freeze()  # what is imported stays
+    gc.freeze()  # imported objects are never garbage
     gc.enable()  # disabled by fork_server.py
     os.setsid()
     for descriptor, output in ((1, out), (2, err)):
@@ -154,9 +157,10 @@ def _be_rank(
 
 
 def _copy(stream: Connection, file: IO[bytes], console: int, prefix: bytes | None) -> None:
-    """Copy to the console as it comes (unless prefix is None), and to the file in whole lines, as two streams share it.
+    """Copies a stream to the console immediately (unless prefix is None), and to the file in whole lines.
 
-    Reads on even if neither can be written: a rank waits for its reader.
+    The file gets whole lines because two streams share the file. Reading continues even if neither can be written,
+    because a rank waits for its reader.
     """
     rest = b""
     while chunk := os.read(stream.fileno(), 1 << 16):
@@ -178,7 +182,7 @@ def _keep(file: IO[bytes], lines: bytes) -> None:
 
 
 def _show(console: int, chunk: bytes) -> bool:
-    """False if nobody reads the console any more: `run_train.sh | head` must not stop a run."""
+    """Writes to the console. Returns False if nobody reads it: `run_train.sh | head` must not stop a run."""
     while chunk:
         try:
             chunk = chunk[os.write(console, chunk) :]
@@ -190,7 +194,7 @@ def _show(console: int, chunk: bytes) -> bool:
 
 
 def cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""The work of a rank. The process that ranks are forked from imports this module, and so all that train.py needs."""
+"""The main function of a rank. The fork server imports this module, and with it all modules that train.py needs."""
 
 import sys
 
@@ -9,6 +9,6 @@ from components.launch.ending import run_to_exit
 
 
 def run(argv: list[str]) -> None:
-    """Train, and end the process. It is listed by `ps` as one that runs train.py."""
+    """Trains and ends the process. `ps` lists the process as one that runs train.py."""
     setproctitle.setproctitle(" ".join([sys.executable, train.__file__, *argv]))
     run_to_exit(train.main, argv)

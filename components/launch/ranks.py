@@ -1,6 +1,6 @@
-"""Starts the ranks of this node, shows and logs their output, passes signals on, and reports how they ended.
+"""Starts the ranks of this node, shows and logs their output, passes signals on, and reports their end.
 
-agent.py starts them again; process.py is one of them.
+agent.py restarts ranks; process.py runs a single rank.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ if TYPE_CHECKING:
     from components.launch.settings import Settings
 
 _FAILURE_GRACE_SECONDS = 3.0
-"""Time for ranks to report and end after one has failed: peers of a dead rank may wait for it forever."""
+"""Time for the other ranks to report and end after a rank has failed; without a limit they may wait for it forever."""
 
 
 def run_ranks(main: str, argv: list[str], settings: Settings, logs: Path) -> int:
-    """Run main ("module:function") of argv on every rank of this node until all have ended; returns the exit code.
+    """Runs main ("module:function") with argv on every rank of this node until all have ended; returns the exit code.
 
-    Comes after preload.
-
-    Output goes to logs/rank_N.log. The main thread waits for signals and another thread runs the agent, so signals are
-    handled at once even while nodes wait for each other inside a library call.
+    preload must be called first. Output goes to logs/rank_N.log. The main thread waits for signals and another thread
+    runs the agent, so signals are handled immediately even while nodes wait for each other inside a library call.
     """
     if "LOGLEVEL" not in os.environ:
         logging.disable(logging.ERROR)  # the agent logs each step; failures are reported below
@@ -45,29 +43,30 @@ def run_ranks(main: str, argv: list[str], settings: Settings, logs: Path) -> int
         signal.signal(signal.SIGHUP, ranks.on_signal)
     thread = threading.Thread(target=run_agent, args=(ranks, settings), daemon=True)
     thread.start()
-    # Only this thread runs signal handlers, but the kernel may deliver a signal to another thread without waking it.
+    # Only this thread runs signal handlers, but the kernel may deliver a signal to another thread. This thread must
+    # therefore wake up regularly.
     while thread.is_alive():
         thread.join(0.1)
     return ranks.report()
 
 
 class Ranks:
-    """The ranks of this node, from start to exit code. Signals come in the main thread, other calls in the agent's."""
+    """The ranks of this node. The main thread calls on_signal and report; the agent's thread calls other methods."""
 
     def __init__(self, main: str, argv: list[str], settings: Settings, logs: Path) -> None:
         self.main, self.argv = main, argv
         self.error: Exception | None = None
-        """The agent's own failure."""
+        """An error of the agent itself."""
         self._settings = settings
         self._logs = logs
         self._ranks: list[RankProcess] = []
         self.meeting = True
-        """Whether there are no ranks: the agent waits for other nodes, at the start or after a failure."""
+        """Whether the agent waits for other nodes, at the start or after a failure, and no rank exists."""
         self._request = StopRequest()
-        self._pipe, self._own_end = multiprocessing.Pipe(duplex=False)  # closed when this process ends, however it does
+        self._pipe, self._own_end = multiprocessing.Pipe(duplex=False)  # closed when this process ends in any way
 
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
-        """Start a rank for each entry with its environment variables; returns process ids."""
+        """Starts a rank for each entry {rank number: environment variables}; returns {rank number: process id}."""
         environment = {
             **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
             **os.environ,
@@ -81,12 +80,12 @@ class Ranks:
                 number, self.main, self.argv, rank_environment, log, self._prefix(number), self._pipe, grace
             )
             self._ranks.append(rank)
-        if self._request.number:  # the signal came while ranks were started
+        if self._request.number:  # a signal arrived while ranks were started
             self._pass_on()
         return {rank.number: rank.pid for rank in self._ranks}
 
     def running(self) -> bool:
-        """Whether any rank is alive. Ranks past their deadline are killed."""
+        """Whether any rank is alive. Kills ranks that are past their deadline."""
         alive = [rank for rank in self._ranks if rank.code is None]
         deadlines = [self._request.time + self._settings.shutdown_seconds]
         for rank in self._ranks:
@@ -102,17 +101,17 @@ class Ranks:
         return [rank for rank in self._ranks if rank.code and not self._orderly(rank)]
 
     def worth_restarting(self) -> bool:
-        """False after a requested stop, and where the same failure would come again."""
+        """False after a requested stop, or if a restart would fail in the same way."""
         return not self._request.number and self._code() not in (ExitCode.CONFIG, ExitCode.NONFINITE)
 
     def kill(self) -> None:
-        """End ranks that are still running; after a failure also loader workers and writers of ended ranks."""
+        """Kills ranks that are still running; after a failure also loader workers and writers of ended ranks."""
         if any(rank.code is None for rank in self._ranks) or self.failed():
             for rank in self._ranks:
                 rank.kill()
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Ask the ranks to save and stop; end them at once where signals.py says so."""
+        """Asks the ranks to save and stop, or kills them at once in the cases of signals.py."""
         name = signal.Signals(number).name
         if self.meeting:
             say(f"{name} while there are no ranks: nothing to save")
@@ -127,7 +126,7 @@ class Ranks:
             say(f"{name}: the ranks save and stop{hint}")
 
     def report(self) -> int:
-        """Print what went wrong, if anything, and return the exit code."""
+        """Prints errors, if any, and returns the exit code."""
         for rank in self._ranks:
             rank.finish_output()
         if self._request.at_once and self._code() == ExitCode.UNSAVED:
@@ -141,22 +140,22 @@ class Ranks:
         return self._code()
 
     def _own_failures(self) -> list[RankProcess]:
-        """Ranks that failed, unless it was the agent's failure that ended them."""
+        """Failed ranks, except those that were killed because of an error of the agent."""
         return [rank for rank in self.failed() if not (self.error and rank.killed)]
 
     def report_failure(self, then: str = "") -> None:
-        """Name the rank that failed first and its log; quote the log if the console did not show that rank."""
+        """Names the rank that failed first and its log; quotes the log if the console did not show that rank."""
         cause = self._cause()
         assert cause.code is not None
         if any(rank.code == ExitCode.CONFIG and rank.shown for rank in self.failed()):
-            return  # the console has said what to fix
+            return  # the console already shows the mistake
         if cause.killed:
             how = f"did not stop within {self._settings.shutdown_seconds} seconds and was killed"
         elif cause.code < 0:
             how = f"was killed by {signal.Signals(-cause.code).name}"
         else:
             how = f"ended with exit code {cause.code}"
-        self.kill()  # what its children may still print goes to an end too
+        self.kill()  # also ends the children of ranks, which may still print
         cause.finish_output()
         if not cause.shown:
             for line in last_lines(cause.log, 1 if cause.code == ExitCode.LOST_RANK else 12):
@@ -178,22 +177,22 @@ class Ranks:
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
     def _cause(self) -> RankProcess:
-        """The first rank to fail; exits that may only follow from the loss of a peer come last."""
+        """The first rank to fail. Exits that may only be consequences of another rank's loss come last."""
         echoes = (ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE)
         return min(self.failed(), key=lambda rank: (rank.killed, rank.code in echoes, rank.end_time))
 
     def _orderly(self, rank: RankProcess) -> bool:
-        """Whether the rank ended by a stop signal: after saving, or directly if there was nothing to save."""
+        """Whether a stop signal ended the rank: after saving, or immediately if there was nothing to save."""
         by_signal = [128 + number for number in STOP_SIGNALS]
         return rank.code in by_signal or (self._request.number != 0 and rank.code == -self._request.number)
 
     def _pass_on(self) -> None:
-        """Signal the ranks alone: loader workers must live until their ranks have saved."""
+        """Signals only the ranks, because loader workers must live until their ranks have saved."""
         for rank in self._ranks:
             rank.ask_to_stop(self._request.number)
 
     def _prefix(self, number: int) -> bytes | None:
-        """The prefix of each line on the console; None keeps the rank off the console."""
+        """The prefix of a rank's lines on the console; None keeps the rank off the console."""
         shown = self._settings.shown
         if shown is not None and number not in shown:
             return None

@@ -1,4 +1,4 @@
-"""How ranks are started on this node: settings from environment variables and the layout."""
+"""Settings of the start of ranks on this node, from environment variables and the layout."""
 
 import os
 import re
@@ -18,14 +18,14 @@ class Settings:
     """Ranks on this node."""
     nodes: int = 1
     node_rank: int | None = None
-    """None: nodes are numbered in the order of their names."""
+    """None numbers the nodes in the order of their names."""
     endpoint: str = ""
-    """host:port where nodes meet; empty for one node, which takes a free port."""
+    """host:port where nodes meet; empty for one node, which uses a free port."""
     shown: frozenset[int] | None = frozenset([0])
-    """Ranks on the console; None is all."""
+    """Ranks whose output is shown on the console; None shows all ranks."""
     restarts: int = 0
     shutdown_seconds: int = 300
-    """From a signal to SIGKILL."""
+    """Time from a signal to SIGKILL."""
 
     @property
     def world_size(self) -> int:
@@ -33,12 +33,12 @@ class Settings:
 
     @property
     def threads(self) -> int:
-        """Threads of one rank: the ranks share this node's cores."""
+        """Threads per rank: this node's cores divided by its ranks, at least 1."""
         return max(1, cores() // self.ranks)
 
 
 def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:
-    """Raises ConfigError with every variable that is wrong."""
+    """Reads the settings of this node. Raises ConfigError with every wrong variable."""
     mistakes: list[str] = []
 
     def integer(name: str, default: int, least: int, most: float = float("inf")) -> int:
@@ -85,14 +85,14 @@ def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
 
 
 def _default_ranks(config: JobConfig, nodes: int) -> int:
-    """All GPUs of this node; on CPU the ranks that the layout needs, or 2 if any number will do."""
+    """Number of GPUs of this node; on CPU the number of ranks that the layout needs, or 2 if any number works."""
     needed, degrees = minimum_ranks(config), config.parallelism
     any_number = -1 in (degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree)
     return gpus() or (2 if any_number and needed == 1 else max(1, needed // nodes))
 
 
 def gpus() -> int:
-    """CUDA devices that torch can use; torch is imported only if there is a driver."""
+    """Number of CUDA devices that torch can use. Imports torch only if there is a driver."""
     drivers = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
     if not any(os.path.exists(path) for path in drivers) or os.environ.get("CUDA_VISIBLE_DEVICES", "all") == "":
         return 0

@@ -1,10 +1,10 @@
-"""Signals and their meaning, for launcher and ranks alike, and how ranks agree on a stop without waiting.
+"""Meanings of signals for the launcher and its ranks, and agreement of ranks on a stop without waiting.
 
-SIGTERM, SIGINT, SIGUSR1       save and stop; SIGHUP to the launcher is passed on as SIGTERM
-one more within 5 seconds      the same request: a cluster may signal the launcher and its ranks, and the launcher
-                               passes its signal on; a terminal and a wrapper may both send one Ctrl-C
-one more after that            stop at once, without saving; SIGQUIT to the launcher too
-the end of the launcher        for its ranks as SIGTERM
+SIGTERM, SIGINT, SIGUSR1       save and stop; the launcher passes SIGHUP on as SIGTERM
+another within 5 seconds       ignored as the same request, because a cluster may signal the launcher and its ranks, to
+                               which the launcher passes its signal on; a terminal and a wrapper may both send a Ctrl-C
+another after 5 seconds        stop at once, without saving; also SIGQUIT to the launcher
+end of the launcher            like SIGTERM, for its ranks
 """
 
 import contextlib
@@ -29,20 +29,20 @@ T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME_STOP_SECONDS = 5.0
-"""Stop signals within this time are one request."""
+"""Stop signals within this time count as one request."""
 
 
 class StopRequest:
-    """The request made by the signals that one process has received."""
+    """The stop that signals have requested of one process."""
 
     def __init__(self) -> None:
         self.number = 0
-        """The first signal's; 0 before it."""
+        """Number of the first signal; 0 before that signal."""
         self.time = math.inf
         self.at_once = False
 
     def receive(self, number: int) -> bool:
-        """Take note of a signal; whether it is the first."""
+        """Records a signal; returns whether it is the first."""
         if first := not self.number:
             self.number, self.time = number, time.monotonic()
         self.at_once |= number == signal.SIGQUIT or time.monotonic() - self.time > SAME_STOP_SECONDS
@@ -50,7 +50,7 @@ class StopRequest:
 
 
 def end_at_signals(when: str) -> None:
-    """From here on, in a launcher without ranks, a stop signal ends the process: there is nothing to save."""
+    """Makes stop signals end the process, for a launcher without ranks, which has nothing to save."""
 
     def end(number: int, _: object) -> None:
         say(f"{signal.Signals(number).name} {when}: nothing to save")
@@ -61,14 +61,14 @@ def end_at_signals(when: str) -> None:
 
 
 class Agreement:
-    """A number that all ranks know one step late: each step starts a host-side reduction and reads the last one's."""
+    """Reduces one number per step on the host. Each call starts a reduction and returns the previous one's result."""
 
     def __init__(self, operation: dist.ReduceOp.RedOpType) -> None:
         self._operation = operation
         self._pending: tuple[Tensor, dist.Work | None] | None = None
 
     def __call__(self, value: int) -> int:
-        """The reduction of the values of the step before; 0 at the first. Called by every rank each step."""
+        """The reduction of the previous step's values; 0 at the first step. Every rank must call this each step."""
         before, number = self._pending, torch.tensor([value], dtype=torch.int32)
         self._pending = number, dist.all_reduce(number, self._operation, async_op=True)
         if before is None:
@@ -79,16 +79,16 @@ class Agreement:
 
 
 class StopSignal:
-    """A stop that a signal asks of one rank, or the end of its launcher, and on which all ranks agree at the same step.
+    """A stop that a signal, or the end of the launcher, requests of a rank. All ranks agree on it at the same step.
 
-    Made first of all in a rank, by its main thread. A thread takes the signals: the main one may be inside a collective
-    that waits, where it would learn of them too late, or never.
+    The main thread of a rank must create this object first. A second thread receives the signals, because the main
+    thread may wait inside a collective, where it would notice a signal too late or never.
     """
 
     def __init__(self) -> None:
         self.request = StopRequest()
         self.code = 0
-        """128 + the signal on which all ranks have agreed; 0 before."""
+        """128 + the signal on which all ranks have agreed; 0 before agreement."""
         self._saves = self._steps_made = False
         self._agreement = Agreement(dist.ReduceOp.MAX)
         self._signals, written = os.pipe()
@@ -99,14 +99,14 @@ class StopSignal:
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def agreed(self) -> int:
-        """The code, if some rank had received a signal at the last call. Called by every rank each step."""
+        """The exit code if a rank had received a signal at its previous call, else 0. All ranks call this each step."""
         self._steps_made = True
         number = self._agreement(self.request.number)
         self.code = self.code or (128 + number if number else 0)
         return self.code
 
     def until_agreed(self, batches: Iterable[T]) -> Iterator[T]:
-        """The batches, or the first of them if a signal comes meanwhile. Every rank has equally many."""
+        """Yields the batches until ranks agree on a stop. Every rank must have the same number of batches."""
         for batch in batches:
             if self.agreed():
                 return
@@ -114,9 +114,9 @@ class StopSignal:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """Training goes on inside: a signal asks to save. Before and after there is nothing to save: it ends the rank.
+        """The context of training. Inside, a signal requests a save and a stop; outside, it ends the rank at once.
 
-        Entered by all ranks together, so that none makes a step while a signal still ends another one.
+        All ranks enter together, so that no rank makes a step while a signal still ends another rank.
         """
         self._saves = True
         try:
@@ -129,15 +129,15 @@ class StopSignal:
         self._saves = False
 
     def _watch(self) -> None:
-        """Take signals and the end of the launcher, as they come, until the process ends."""
+        """Handles signals and the end of the launcher until the process ends."""
         launcher, deadline = launcher_pipe(), math.inf
         watched = [self._signals, *([] if launcher is None else [launcher])]
         while True:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             ready = select.select(watched, [], [], left)[0]
             if not ready:
-                os._exit(ExitCode.UNSAVED)  # nobody else would end a rank that hangs
-            if launcher in ready:  # its end is closed: nothing is ever written
+                os._exit(ExitCode.UNSAVED)  # without a launcher nobody else ends a rank that hangs
+            if launcher in ready:  # end-of-file, because nothing is ever written to this pipe
                 watched.remove(launcher)
                 deadline = time.monotonic() + grace_seconds()
                 self._receive(signal.SIGTERM)
