@@ -226,7 +226,7 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
     if config.model.lora.rank and config.model.converters:
         yield "model.lora.rank", f"float8 would train matrices, which are frozen beside adapters: leave {float8} out"
     if config.model.lora.rank and not checkpoint.initial_load_model_only:
-        yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone: use true"
+        yield "checkpoint.initial_load_model_only", "it is the base of adapters, which is weights alone; use true"
     if validation.dataset_path and "validation.held_out_fraction" in config.origins:
         yield "validation.held_out_fraction", "validation.dataset_path is set: nothing is held out"
     for key, asked in {"load_step": checkpoint.load_step != -1, "load_only": checkpoint.load_only}.items():

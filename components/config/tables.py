@@ -65,6 +65,8 @@ class Training:
     accumulation step of local_batch_size sequences on every rank."""
     seq_len: Positive = 2048
     """Tokens per sequence."""
+    objective: Name = "next_token"
+    """Loss to minimise (models/objective.py)."""
     document_mask: bool = False
     """Mask attention between documents of a packed sequence, and restart positions at each document."""
     max_norm: PositiveFloat = 1.0

@@ -21,7 +21,15 @@ from components.data.order import token_keys
 from components.data.packed import PackedSequences
 
 IGNORED = -100
-"""Label of padding, which has no loss."""
+"""Label without loss: of padding, or of a token that is not trained."""
+COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
+    "dropout_keys": lambda sequences, positions, seed: token_keys(positions, sequences.seq_len, seed),
+}
+"""Further columns of a batch: (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
+DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
+    "labels": lambda sequences, numbers: sequences.count_valid(numbers),
+}
+"""Objective.divisor -> its count in the sequences with these numbers."""
 
 
 @dataclass(eq=False)
