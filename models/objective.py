@@ -1,4 +1,4 @@
-"""The objective: what a run minimises. A row of OBJECTIVES, by the name that training.objective gives."""
+"""The objective: what a run minimises. training.objective names a row of OBJECTIVES."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Objective:
     columns: tuple[str, ...] = ()
     """Columns (B, S) of a batch beside tokens, labels, positions and document_ids: rows of COLUMNS in the loader."""
     divisor: str = "labels"
-    """The count over the global batch that divides the step's loss: a row of DIVISORS beside the loader."""
+    """The count over the global batch that divides the step's loss: a row of DIVISORS in components/data/loader.py."""
     logged: tuple[str, ...] = ()
     """Names of further numbers of a logged step: sums over tokens, divided like the loss."""
 
@@ -59,7 +59,7 @@ def choose_objective(model: nn.Module, name: str) -> None:
 def take_logged(
     stages: Sequence[nn.Module], names: Sequence[str], device: torch.device, divisor: int
 ) -> dict[str, Tensor]:
-    """Sums over this rank's tokens since the last call, over the divisor; zeros on a rank without the head."""
+    """Sums over this rank's tokens since the last call, divided by `divisor`; zeros on a rank without the head."""
     found = torch.zeros(len(names), device=device)
     heads: list[Any] = [module for stage in stages for module in stage.modules() if hasattr(module, "objective")]
     for head in heads:

@@ -30,7 +30,7 @@ class Place(NamedTuple):
     """The module or parameter that PEFT adapts."""
     is_parameter: bool
     parts: int = 1
-    """Number of adapters that PEFT fuses into one, whose rank is their sum."""
+    """Number of adapters that PEFT fuses into one; its rank is the sum of their ranks."""
 
 
 def places(model: Any) -> dict[str, Place]:

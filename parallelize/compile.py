@@ -26,7 +26,7 @@ def _leave_attention_out(model: nn.Module) -> None:
 def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Parallelism) -> None:
     """Compile every layer's `forward`, so that no parameter changes its name; equal layers share one graph.
 
-    Experts are left out: the host reads how many rows go to those of other ranks.
+    Experts are left out, because the host reads how many rows go to the experts of other ranks.
     """
     if not config.enable:
         return

@@ -38,7 +38,7 @@ def parallelize(
     model: nn.Module, mesh: Mesh, config: JobConfig, tp_plan: Mapping[str, ParallelStyle]
 ) -> list[nn.Module]:
     """The stages of the model that this rank holds, laid out and still on the meta device."""
-    # The dimension that every parameter is sharded over; before it the replicas, if there are several.
+    # The mesh dimension that shards every parameter; the replicas' dimension comes before it.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
     of_experts = expert_shards(mesh, shards) if has_experts(model) else None
     sequences = global_batch_size(config, mesh.degrees)

@@ -1,7 +1,6 @@
 """`./run_train.sh --check [usual words]`: all that can be known before a run, as a list of ticks and crosses.
 
-Starts no ranks and leaves nothing behind. A check that fails does not keep the others from being made; those that need
-what has failed are left out.
+Starts no ranks and leaves nothing behind. If a check fails, the others still run, except those that need it.
 """
 
 import datetime
@@ -36,11 +35,11 @@ from parallelize.rules import check_layout, warnings
 
 _GIB = 2**30
 _APART_SECONDS = 60
-"""Clocks of two machines that share a folder may differ by so much."""
+"""Clocks of two machines that share a folder may differ by this much."""
 
 
 class Job:
-    """The job under check: its configuration, which is right, and how its ranks would be started."""
+    """The job under check: its configuration, already found valid, and the settings that would start its ranks."""
 
     def __init__(self, argv: list[str], config: JobConfig, settings: Settings) -> None:
         self.argv, self.config, self.settings = argv, config, settings
@@ -193,7 +192,7 @@ def port(job: Job) -> str:
 
 
 def clock(job: Job) -> str:
-    """This year, and no checkpoint of the run is of the future."""
+    """The clock is not before this code was written, and no checkpoint of the run is from the future."""
     now = time.time()
     newest = max([path.stat().st_mtime for _, path in steps_in(job.checkpoints)], default=0)
     said = datetime.datetime.fromtimestamp(now).isoformat(" ", "seconds")
@@ -217,7 +216,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
 }
 """Checks beside the configuration, in this order: each returns its finding, or raises ConfigError."""
 NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
-"""A model or degrees that are refused leave these nothing to check."""
+"""Check -> the check that it needs."""
 
 
 def _nearest(folder: Path) -> Path:

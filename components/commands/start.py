@@ -109,7 +109,7 @@ def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, S
 
 
 def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
-    """All of check that needs no model, and so without GPUs no torch."""
+    """The part of check that needs no model. Without GPUs it does not import torch."""
     config = load_config(argv)
     settings = read_settings(config, environment)
     resolve_degrees(config, settings.world_size)
@@ -127,7 +127,7 @@ def check_model(config: JobConfig, settings: Settings) -> None:
 
 
 def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if the node has too few GPUs, or none of what the job asks for; ranks check the actual one."""
+    """Raises ConfigError if the node has too few GPUs, or if its kind of device cannot do what the job asks for."""
     if 0 < gpus() < settings.ranks:
         hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
@@ -152,7 +152,7 @@ def check_initial_weights(config: JobConfig) -> None:
     from models import meta_model
 
     path, wanted = Path(checkpoint.initial_load_path), config.model
-    if wanted.rope_scaling.rope_type:  # the weights may be of before
+    if wanted.rope_scaling.rope_type:  # the weights may have the flavor's own scaling
         with contextlib.suppress(ConfigError):
             check_weights(meta_model(published := dataclasses.replace(wanted, rope_scaling=RopeScaling())), path)
             wanted = published
@@ -183,7 +183,7 @@ def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int
 def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:
     """Run main ("module:function") of argv on every rank, with logs in the dump folder.
 
-    Raises ConfigError if that cannot be made.
+    Raises ConfigError if the folder of logs cannot be made.
     """
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     logs = Path(config.job.dump_folder) / "logs" / now

@@ -38,9 +38,9 @@ class Panel:
     lines: Mapping[str, Points]
     log: bool = False
     shades: bool = False
-    """Lines are one quantity at different depths: coloured from first to last; only these two are in the legend."""
+    """Lines are one quantity at different depths, coloured from first to last; the legend names the first and last."""
     limits: Mapping[str, Points] = field(default_factory=dict)
-    """Dashed lines; the space under the first one, which is good, is shaded."""
+    """Dashed lines; the space under the first line, where values are good, is shaded."""
     named: bool = False
     """Show the legend also for a single line."""
 
@@ -84,7 +84,7 @@ class Panel:
 
 
 def _plain(text: str) -> str:
-    """Text as it is: matplotlib takes what is between two $ for a formula, and leaves labels from _ on out."""
+    """Text as it is: matplotlib would read text between two $ as a formula, and leave out labels that begin with _."""
     return " " * text.startswith("_") + text.replace("$", r"\$")
 
 

@@ -1,7 +1,7 @@
-"""Weights from a checkpoint of torchtitan v0.2: torch.distributed.checkpoint with its names, and no manifest.
+"""Weights from a checkpoint of torchtitan v0.2: the format of torch.distributed.checkpoint, without a manifest.
 
-Parameters are called as here, with or without `model.` before the name. Its Llama rotates each even row of a head
-against the odd one after it; here, in Hugging Face's order, a head's first half is rotated against its second.
+Parameters have this project's names, with or without `model.` before them. torchtitan's Llama rotates each even row of
+a head against the next odd row. This project, in Hugging Face's order, rotates a head's first half against its second.
 """
 
 import warnings
@@ -21,13 +21,13 @@ from parallelize.groups import gather, print_on_rank_0
 from parallelize.sharding import own_slice
 
 _OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
-"""First words of the names of what is not a weight."""
+"""First parts of the names of entries that are not weights."""
 _PAIRED = {"llama": ("attention.wq.weight", "attention.wk.weight")}
-"""Family, by its name at Hugging Face -> the weights whose rows are in another order there."""
+"""Family, by its name at Hugging Face -> the weights whose rows are in another order in torchtitan."""
 
 
 def is_foreign(saved: Saved) -> bool:
-    """Whether a folder is a checkpoint that nothing here has written. Called by all ranks. Raises ConfigError."""
+    """Whether a folder is a checkpoint that this project did not write. Called by all ranks. Raises ConfigError."""
 
     def look() -> bool:
         if saved.state is not None or not isinstance(manifest(saved.folder), Fault):
@@ -72,7 +72,7 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
 
 
 def _keep_weights(reader: Reader, aliases: set[str]) -> str:
-    """Leave only weights in the reader's table, without tied ones' second names; returns what stands before names."""
+    """Leave only weights in the reader's table, without second names of tied ones; returns the prefix of the names."""
     entries = reader.metadata.state_dict_metadata
     prefix = "model." if any(name.startswith("model.") for name in entries) else ""
     for name in [*entries]:

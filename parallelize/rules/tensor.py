@@ -73,7 +73,7 @@ def key_heads_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def latents_misfit(config: JobConfig, degrees: Degrees) -> str:
-    """Sizes with more widths than dim that are whole on every rank have latents."""
+    """A model has latents if `whole_widths` holds more widths than dim."""
     if degrees.tp == 1 or not config.model.converters or len(sizes_of(config).whole_widths) == 1:
         return ""
     return f"{degrees.tp} ranks would each multiply latents with whole matrices, which float8 cannot; use 1"
