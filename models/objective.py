@@ -49,11 +49,12 @@ OBJECTIVES: dict[str, Objective] = {
 """training.objective -> Objective."""
 
 
-def choose_objective(model: nn.Module, name: str) -> None:
-    """Minimise one of OBJECTIVES. Called before the layout is applied."""
+def with_objective(model: nn.Module, name: str) -> nn.Module:
+    """The model itself, which minimises one of OBJECTIVES now. Called before the layout is applied."""
     for module in model.modules():
         if hasattr(module, "objective"):
             vars(module)["objective"] = OBJECTIVES[name]
+    return model
 
 
 def take_logged(

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config import JobConfig
-from models.objective import choose_objective
+from models.objective import with_objective
 from parallelize.activation import apply_activation_checkpoint
 from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
@@ -42,8 +42,7 @@ def parallelize(
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
     of_experts = expert_shards(mesh, shards) if has_experts(model) else None
     sequences = global_batch_size(config, mesh.degrees)
-    choose_objective(model, config.training.objective)
-    stages = split_stages(model, mesh, config.parallelism)
+    stages = split_stages(with_objective(model, config.training.objective), mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
         apply_float8(stage, config.model, config.quantize.linear.float8)

@@ -96,8 +96,8 @@ FAULTS = {
         (
             "components.data.loader",
             "_Batches.__getitem__",
-            "token_keys(positions,",
-            "token_keys(positions - positions[0],",
+            "(sequences, positions, seed)",
+            "(sequences, positions - positions[0], seed)",
         ),
         ("--training.local_batch_size", "18"),
     ),
