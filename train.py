@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from components.config import EXPORTS, JobConfig, load_config, to_dict
 from components.data import PackedSequences, build_datasets
-from components.data.loader import Order, build_loader, validation_batches
+from components.data.loader import DIVISORS, Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
@@ -210,12 +210,14 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
     if validation.steps != -1:
         count = min(count, validation.steps * run.global_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    batches = validation_batches(run.validation_set, size, batch_rank(run.mesh), ranks, count, training.document_mask)
+    given = batch_rank(run.mesh), ranks, count, training.document_mask, run.objective.columns
+    batches = validation_batches(run.validation_set, size, *given)
     for batch in stop.until_agreed(batches) if stop else batches:
         total += run.runner.summed_loss(own_part(run, batch))
     reshard(run.stages)
+    divisor = DIVISORS[run.objective.divisor](run.validation_set, np.arange(count))
     labels = run.validation_set.count_valid(np.arange(count))
-    return sum_over_token_ranks(total, run.mesh).item() / labels, labels
+    return sum_over_token_ranks(total, run.mesh).item() / max(1, divisor), labels
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:

@@ -61,6 +61,8 @@ def take_logged(
     stages: Sequence[nn.Module], names: Sequence[str], device: torch.device, divisor: int
 ) -> dict[str, Tensor]:
     """Sums over this rank's tokens since the last call, divided by `divisor`; zeros on a rank without the head."""
+    if not names:
+        return {}
     found = torch.zeros(len(names), device=device)
     heads: list[Any] = [module for stage in stages for module in stage.modules() if hasattr(module, "objective")]
     for head in heads:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -90,6 +91,10 @@ def test_layouts_of_several_ranks_are_compared_with_one_process(
     assert "weights at step 0" in rows["NCCL: wrong"]["why"]
     assert "unknown table [no]" in rows["NCCL: refused"]["why"]
     assert "| all | 1 of 3 |" in (tmp_path / "tables.md").read_text()
+    monkeypatch.setitem(nccl.LAYOUTS, "NCCL: refused", right)
+    assert kit.main(given) == 1
+    again = (tmp_path / "results.jsonl").read_text().splitlines()[len(lines) :]
+    assert [*map(json.loads, again)] == [{"NCCL: refused": rows["NCCL: right"] | {"seconds": ANY}}], "errors run again"
 
 
 def test_every_layout_on_nccl_is_accepted() -> None:

@@ -95,7 +95,7 @@ FAULTS = {
     "keys of a rank's sequences": (
         (
             "components.data.loader",
-            "_Batches.__getitem__",
+            "_columns",
             "(sequences, positions, seed)",
             "(sequences, positions - positions[0], seed)",
         ),

@@ -34,7 +34,10 @@ LAYOUTS = {
         ),
     ),
 }
-WEIGHTED = ("--training.objective", "weighted", "--model.flavor", "many_heads_odd_vocabulary")
+WEIGHTED = (
+    *("--training.objective", "weighted", "--model.flavor", "many_heads_odd_vocabulary"),
+    *("--validation.enable", "true", "--validation.held_out_fraction", "0.02"),
+)
 
 
 def weighted(log_total: Tensor, label_logit: Tensor, weights: Tensor) -> Terms:
@@ -72,6 +75,18 @@ def test_an_objective_with_columns_and_a_divisor_of_its_own_is_one_run(layout: s
     assert not broken_bars(observed, reference)
     assert observed.extra == pytest.approx(reference.extra, rel=1e-5)
     assert reference.extra["squares"] > 0
+    assert reference.validation_loss == pytest.approx(reference.losses[-1], rel=0.3), "divided alike"
+
+
+def validated_then_stepped(run: train.Run) -> dict[str, float]:
+    train.validate(run)
+    train.train_step(run, train.local_batches(run), train.divisor(run))
+    return logged(run)
+
+
+def test_a_validation_is_not_logged_with_the_next_step() -> None:
+    found = observe(*WEIGHTED, steps=1, mutate=plant_weighted, at_end=validated_then_stepped).extra
+    assert found == pytest.approx(one_process("weighted").extra, rel=1e-6)
 
 
 def test_the_weights_make_a_difference() -> None:

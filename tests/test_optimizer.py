@@ -187,6 +187,18 @@ def test_a_key_that_the_optimizer_does_not_take_is_refused(monkeypatch: pytest.M
     assert load_config(["--optimizer.name", "AdamW", *words[2:]]).optimizer.beta1 == 0.8
 
 
+def test_an_optimizer_that_cannot_round_takes_neither_moments_nor_weights_of_few_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(OPTIMIZER_KEYS, "Adam", ("beta1", "beta2", "eps"))
+    words = ["--optimizer.name", "Adam", "--optimizer.state_dtype", "int8", "--training.dtype", "bfloat16"]
+    with pytest.raises(ConfigError) as refused:
+        load_config(words)
+    moments, weights = refused.value.messages
+    assert 'optimizer.state_dtype = "int8": optimizer.name = "Adam" has no such setting' in moments
+    assert 'training.dtype = "bfloat16": optimizer.name = "Adam" cannot round' in weights
+
+
 @pytest.mark.parametrize("implementation", typing.get_args(typing.get_type_hints(Optimizer)["implementation"]))
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_that_is_not_finite_changes_nothing(name: str, implementation: str) -> None:

@@ -144,10 +144,10 @@ def memory(job: Job) -> str:
     environment = {**os.environ, **numbers, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     try:
-        memory = json.loads(done.stdout.splitlines()[-1])["memory"]
+        needed = json.loads(done.stdout.splitlines()[-1])["highest"] / _GIB
     except (IndexError, ValueError):
         raise ConfigError((done.stderr.strip().splitlines() or ["the dry run said nothing"])[-1]) from None
-    needed, there = memory["in all, at the highest point"] / _GIB, _memory_gib(job.settings)
+    there = _memory_gib(job.settings)
     said = f"rank 0 holds {needed:,.2f} GiB at the highest point, of {there:,.1f} GiB"
     if needed > there:
         raise ConfigError(said)

@@ -287,7 +287,7 @@ def main(argv: list[str]) -> int:
     config = load_config([word for word in argv if word != "--json"])
     found = dry_run(config)
     if "--json" in argv:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(found) | {"highest": found.memory[HIGHEST]}))
         return ExitCode.DONE
     said = describe(config, resolve_degrees(config, found.ranks))
     print(f"rank {found.rank} of {found.ranks}: {said}", found, sep="\n")

@@ -74,8 +74,11 @@ class _Batches(Dataset):
     def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
         sequences, seed = self.order.sequences, self.order.seed
         batch = _batch(sequences, sequences.at(positions, seed), self.document_mask)
-        more = {name: COLUMNS[name](sequences, positions, seed) for name in self.columns}
-        return batch | {name: torch.from_numpy(column) for name, column in more.items()}
+        return batch | _columns(self.columns, sequences, positions, seed)
+
+
+def _columns(names: Sequence[str], sequences: PackedSequences, positions: np.ndarray, seed: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(COLUMNS[name](sequences, positions, seed)) for name in names}
 
 
 def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
@@ -147,6 +150,7 @@ def validation_batches(
     batch_ranks: int,
     max_sequences: int,
     document_mask: bool = False,
+    columns: Sequence[str] = (),
 ) -> Iterator[dict[str, Tensor]]:
     """Yields one rank's batches (as build_loader) of the first max_sequences sequences; each is on one rank, in order.
 
@@ -156,5 +160,6 @@ def validation_batches(
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
         batch = _batch(sequences, np.minimum(wanted, count - 1), document_mask)
+        batch |= _columns(columns, sequences, wanted, 0)
         batch["labels"][torch.from_numpy(wanted >= count)] = IGNORED
         yield batch

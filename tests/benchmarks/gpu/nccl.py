@@ -233,7 +233,7 @@ def collectives(_: Any, device: torch.device) -> dict[str, float]:
 
 
 def smoke(count: int) -> dict[str, float] | RuntimeError:
-    """Milliseconds of each collective among so many ranks; or what a rank said."""
+    """Milliseconds of each collective among `count` ranks; the RuntimeError of a rank that failed."""
     ranks.MOST_SECONDS[:] = 90, 0
     world = ranks.Ranks(count, collectives, {})
     try:
