@@ -15,12 +15,14 @@ from models.moe import Experts, Router
 from models.nf4 import is_packed
 from parallelize.precision import compute_in
 from parallelize.sharding import block_of, local_part
+from parallelize.wrapping import Wrapping
 
 
 def apply_data_parallel(
     model: nn.Module,
     shards: DeviceMesh,
     of_experts: DeviceMesh | None,
+    wrapping: Wrapping,
     training: Training,
     parallelism: Parallelism,
     keeps_blocks: bool = False,
@@ -31,34 +33,18 @@ def apply_data_parallel(
     columns (block_of), which no two ranks may share.
 
     Gradients are summed over ranks, never averaged, because the loss is already divided by the global batch's labels.
-    One rank gathers and reduces nothing, so it needs FSDP in four cases only:
-
-    - weights are offloaded
-    - in a pipeline, whose micro-batches share the conversion to bfloat16
-    - reshard is "always", which keeps no layer in bfloat16 from forward to backward
-    - gradients of several batches are summed in float32 before they are rounded to bfloat16 weights' precision
     """
-    precision = getattr(torch, training.mixed_precision_param)
-    reshard = parallelism.fsdp_reshard_after_forward
-    accumulates = training.global_batch_size not in (-1, training.local_batch_size)
-    adds_up = training.dtype != "float32" and (accumulates or parallelism.pipeline_parallel_degree > 1)
-    alone = shards.size() == 1 and (of_experts is None or of_experts.size() == 1)
-    if alone and not training.enable_cpu_offload and not adds_up:
-        if _computes_in(model, precision):
-            return
-        if reshard != "always" and parallelism.pipeline_parallel_degree == 1:
+    precision, reshard = getattr(torch, training.mixed_precision_param), wrapping.reshard
+    if not wrapping.wrapped:
+        if wrapping.converts:
             compute_in(model, precision)
-            return
+        return
     # Inputs are not cast: the hidden state has the right type, token ids and rotary angles have to keep theirs.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
     )
     on_cuda = shards.device_type == "cuda"
     offload = CPUOffloadPolicy(pin_memory=on_cuda) if training.enable_cpu_offload else OffloadPolicy()
-    # Each micro-batch of a pipeline would gather all weights again, and replicas would convert them again for backward.
-    converts = training.dtype != training.mixed_precision_param and not training.enable_cpu_offload
-    if reshard == "default" and (parallelism.pipeline_parallel_degree > 1 or (shards.size(-1) == 1 and converts)):
-        reshard = "never"
     shard = partial(fully_shard, mesh=shards, mp_policy=policy, offload_policy=offload)
     if of_experts is not None:
         routers = {each for module in model.modules() if isinstance(module, Router) for each in module.parameters()}
@@ -83,13 +69,6 @@ def apply_data_parallel(
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
-
-
-def _computes_in(model: nn.Module, precision: torch.dtype) -> bool:
-    """Whether all but routers and packed parameters are in this precision already."""
-    modules = [module for module in model.modules() if not isinstance(module, Router)]
-    parameters = [each for module in modules for each in module.parameters(recurse=False)]
-    return all(each.dtype == precision for each in parameters if not is_packed(each))
 
 
 def _placements(

@@ -32,6 +32,7 @@ from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
 from parallelize.schedules import splits_backward
 from parallelize.tensor import apply_tensor_parallel
+from parallelize.wrapping import wrapping_of
 
 
 def parallelize(
@@ -40,8 +41,9 @@ def parallelize(
     """The stages of the model that this rank holds, laid out and still on the meta device."""
     # The mesh dimension that shards every parameter; the replicas' dimension comes before it.
     shards = mesh["dp_replicate", "fsdp"] if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
-    of_experts = expert_shards(mesh, shards) if has_experts(model) else None
-    sequences = global_batch_size(config, mesh.degrees)
+    experts = has_experts(model)
+    of_experts = expert_shards(mesh, shards) if experts else None
+    sequences, wrapping = global_batch_size(config, mesh.degrees), wrapping_of(config, mesh.degrees, experts)
     stages = split_stages(with_objective(model, config.training.objective), mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
@@ -53,7 +55,7 @@ def parallelize(
         apply_compile(stage, mesh, config.compile, config.parallelism)
         apply_activation_checkpoint(stage, config.activation_checkpoint, splits_backward(config.parallelism))
         keeps_blocks = config.optimizer.state_dtype == "int8"
-        apply_data_parallel(stage, shards, of_experts, config.training, config.parallelism, keeps_blocks)
+        apply_data_parallel(stage, shards, of_experts, wrapping, config.training, config.parallelism, keeps_blocks)
         assert _trained(stage) == trained, "a layout has changed a parameter's name, or whether it is trained"
     return stages
 

@@ -32,6 +32,8 @@ FLOAT8 = (*SCALED, "--quantize.linear.float8.emulate", "true")
 ROWWISE = (*SCALED, "--quantize.linear.float8.recipe_name", "rowwise")
 BFLOAT16 = ("--training.dtype", "bfloat16")
 SIX = {"n_layers": 6}
+ONE_A_STAGE = (PP, "2", SCHEDULE, "ZBVZeroBubble", MICRO, "6", RESHARD, "always")
+LONG_MIXTURE = ("--model.name", "qwen3_moe", "--model.flavor", "long3")
 NARROW, WIDE = ({"n_heads": 16, "n_kv_heads": heads, "ffn_dim": ffn} for heads, ffn in ((2, 120), (16, 64)))
 
 
@@ -78,6 +80,17 @@ CASES = [
         ranks=4,
         model=SIX,
     ),
+    # One rank a stage, whose weights fully_shard wraps for another reason.
+    *(
+        Refused("reshard", (*ONE_A_STAGE, *more), "finds the weights freed", without, model=SIX, run=run)
+        for more, run, without in (
+            (("--training.enable_cpu_offload", "true"), (), "error"),
+            ((), ("--training.mixed_precision_param", "bfloat16"), ""),
+            ((), BFLOAT16, ""),
+            ((), ("--lora.rank", "4", "--lora.base", "bfloat16"), ""),
+        )
+    ),
+    Refused("reshard", (*ONE_A_STAGE, TP, "2"), "finds the weights freed", "error", ranks=4, run=LONG_MIXTURE),
     Refused("reduce", (PP, "2", REDUCE, "each"), 'use "last"', "", model=SIX),
     Refused("sums", (SHARD, "2", LOCAL, "6", REDUCE, "each"), '"last" adds them up in float32', "", run=BFLOAT16),
     Refused("turns", (PP, "2", LOCAL, "18", MICRO, "6"), "after each 18 sequences; 36 would be", "", run=BFLOAT16),

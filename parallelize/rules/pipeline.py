@@ -5,6 +5,7 @@ from parallelize.mesh import Degrees, global_batch_size
 from parallelize.rules.sizes import near_multiples, sizes_of
 from parallelize.schedules import layers_of_stages, name_of_schedule, number_of_stages, schedule_of
 from parallelize.tables import read_table, stages_of_table, wrong_with
+from parallelize.wrapping import wrapping_of
 
 
 def table_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -82,9 +83,9 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     parallelism = config.parallelism
-    sharded = degrees.dp_shard * degrees.cp > 1 or degrees.dp_replicate > 1
-    always = parallelism.fsdp_reshard_after_forward == "always"
-    if not (sharded and always and schedule_of(parallelism).splits_backward):
+    wrapping = wrapping_of(config, degrees, hasattr(sizes_of(config), "n_experts"))
+    freed = wrapping.wrapped and wrapping.reshard == "always"
+    if not (freed and schedule_of(parallelism).splits_backward):
         return ""
     return (
         f"{name_of_schedule(parallelism)} computes gradients of weights after those of inputs, and torch then "

@@ -1,0 +1,48 @@
+"""Whether fully_shard wraps the weights of a rank and frees them: data parallel does as said here, and rules ask it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from components.config import JobConfig
+from parallelize.mesh import Degrees
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """What data parallel does with the weights that a rank holds."""
+
+    wrapped: bool
+    """fully_shard gathers, frees and reduces them."""
+    converts: bool
+    """Products take copies of them in another precision."""
+    reshard: Literal["default", "always", "never"]
+    """Freed after each forward: layers alone, all, or none."""
+
+
+def wrapping_of(config: JobConfig, degrees: Degrees, experts: bool) -> Wrapping:
+    """One rank gathers and reduces nothing, so that its weights are wrapped in four cases only. experts: the model has some.
+
+    - weights are offloaded
+    - in a pipeline, whose micro-batches share the conversion to bfloat16
+    - reshard is "always", which keeps no layer in bfloat16 from forward to backward
+    - gradients of several batches are summed in float32 before they are rounded to bfloat16 weights' precision
+    """
+    training, reshard = config.training, config.parallelism.fsdp_reshard_after_forward
+    shards = degrees.dp_shard * degrees.cp
+    of_experts = degrees.efsdp if experts else 1
+    accumulates = training.global_batch_size not in (-1, training.local_batch_size)
+    adds_up = training.dtype != "float32" and (accumulates or degrees.pp > 1)
+    converts = _precisions(config) != {training.mixed_precision_param}
+    wrapped = degrees.dp_replicate * max(shards, of_experts) > 1 or training.enable_cpu_offload or adds_up
+    wrapped = wrapped or (converts and (degrees.pp > 1 or reshard == "always"))
+    # Each micro-batch of a pipeline would gather all weights again, and replicas would convert them again for backward.
+    kept = shards == 1 and converts and not training.enable_cpu_offload
+    if reshard == "default" and (degrees.pp > 1 or kept):
+        reshard = "never"
+    return Wrapping(wrapped, converts, reshard)
+
+
+def _precisions(config: JobConfig) -> set[str]:
+    """Precisions of parameters, but for routers, which keep theirs, and packed matrices."""
+    base = config.model.lora.base if config.model.lora.rank else ""
+    return {config.training.dtype, {"": config.training.dtype, "nf4": "bfloat16"}.get(base, base)}
