@@ -20,12 +20,14 @@ class Wrapping:
 
 
 def wrapping_of(config: JobConfig, degrees: Degrees, experts: bool) -> Wrapping:
-    """One rank gathers and reduces nothing, so that its weights are wrapped in four cases only. experts: the model has some.
+    """One rank gathers and reduces nothing, so that its weights are wrapped in four cases only.
 
     - weights are offloaded
     - in a pipeline, whose micro-batches share the conversion to bfloat16
     - reshard is "always", which keeps no layer in bfloat16 from forward to backward
     - gradients of several batches are summed in float32 before they are rounded to bfloat16 weights' precision
+
+    experts: the model has some.
     """
     training, reshard = config.training, config.parallelism.fsdp_reshard_after_forward
     shards = degrees.dp_shard * degrees.cp

@@ -14,7 +14,7 @@ import torch
 
 from components.config import ROOT
 from components.observe.metrics import git_revision
-from tests.layouts import AXES, SIDE_AXES, layout
+from tests.layouts import AXES, MAIN_AXES, layout
 
 Row = dict[str, Any]
 """A layout's settings by axis, its ranks, verdict, figures, refusal and seconds: a line of the results."""
@@ -127,7 +127,7 @@ def _rule(refusal: str) -> str:
 def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> None:
     """The worst gradient error of each pair of settings: all settings, against those of degrees and methods.
 
-    Pairs of two SIDE_AXES are left out: with them the labels are too small to read at the width of a page.
+    Pairs of two others are left out: with them the labels are too small to read at the width of a page.
     """
     import matplotlib
 
@@ -136,8 +136,8 @@ def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> N
     from matplotlib.colors import LogNorm
     from matplotlib.patches import Rectangle
 
-    columns = [axis for axis in axes if axis not in SIDE_AXES]
-    order = [*columns, *(axis for axis in axes if axis in SIDE_AXES)]
+    columns = [axis for axis in axes if axis in MAIN_AXES]
+    order = [*columns, *(axis for axis in axes if axis not in MAIN_AXES)]
     column_settings = [(axis, value) for axis in columns for value in axes[axis]]
     row_settings = [(axis, value) for axis in order[1:] for value in axes[axis]]
     row_of = {setting: number for number, setting in enumerate(row_settings)}
@@ -157,7 +157,7 @@ def draw(rows: Iterable[Row], axes: dict[str, tuple[str, ...]], bar: float) -> N
     errors = torch.full((len(row_settings), len(column_settings)), math.nan)
     for (down, across), value in worst.items():
         errors[down, across] = max(value, 1e-8)
-    figure, panel = plt.subplots(figsize=(9, 15.4), facecolor="white")
+    figure, panel = plt.subplots(figsize=(9, 2 + 0.16 * len(row_settings)), facecolor="white")
     shown = panel.imshow(errors.numpy(), norm=LogNorm(1e-8, bar), cmap="viridis")
     for down, across in refused - worst.keys():
         style: dict[str, Any] = {"facecolor": "#eceff2", "edgecolor": "#8c959f", "hatch": "//////", "linewidth": 0}

@@ -1,7 +1,7 @@
 """What a run did, as the harness observed it, and how far that is from another run: the figures and their bars."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,22 @@ class Observation:
     """What the case's own function returned on rank 0."""
     seconds: float = 0.0
 
+    def then(self, rest: "Observation") -> "Observation":
+        """This run and its resumption, as one run."""
+        norms = [[*first, *rest.norms[0]] for first in self.norms] + [self.norms[0] + more for more in rest.norms]
+        names = self.expert_rows.keys() | rest.expert_rows
+        return replace(
+            rest,
+            first_weights=self.first_weights,
+            gradients=self.gradients,
+            losses=self.losses + rest.losses,
+            norms=norms,
+            sequences=self.sequences | rest.sequences,
+            expert_rows={name: self.expert_rows.get(name, []) + rest.expert_rows.get(name, []) for name in names},
+            routing=Routing(flips=self.routing.flips + rest.routing.flips),
+            seconds=self.seconds + rest.seconds,
+        )
+
 
 def figures(observed: Observation, reference: Observation) -> dict[str, float]:
     """Differences between two runs, worst over parameters and steps; 0 for what is equal bit by bit."""
@@ -47,10 +63,10 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "weights at step 0": float(not _equal(observed.first_weights, reference.first_weights)),
         "tokens": float(observed.sequences != reference.sequences),
         "loss": max(losses),
-        "gradient": _worst(observed.gradients, reference.gradients),
+        "gradient": worst(observed.gradients, reference.gradients),
         "gradient norm": max(norms),
         "norm among ranks": float(any(norms != observed.norms[0] for norms in observed.norms)),
-        "weights": _worst(observed.weights, reference.weights, _zeros(reference.first_weights)),
+        "weights": worst(observed.weights, reference.weights, _zeros(reference.first_weights)),
         "expert rows": float(observed.expert_rows != reference.expert_rows),
         "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
         "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
@@ -85,7 +101,7 @@ def _zeros(tensors: dict[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not tensor.any()]
 
 
-def _worst(values: dict[str, Tensor], references: dict[str, Tensor], from_zero: Collection[str] = ()) -> float:
+def worst(values: dict[str, Tensor], references: dict[str, Tensor], from_zero: Collection[str] = ()) -> float:
     """The largest relative error. from_zero: names of what consists of its updates alone.
 
     Adam divides small gradients, and their errors, by small roots. Other weights have these errors beside 0.02, the

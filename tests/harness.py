@@ -171,14 +171,16 @@ def _observe(case: Case, device: torch.device) -> Observation:
         return all_rows
 
     vars(train)["clip_gradients"], vars(train)["balance"] = clip_observed, balance_observed
+    replicas = train.Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, device)
     first_weights, losses, norms = whole_weights(run), [], []
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
-        kept = case.valid_labels or (config.training.seq_len,)
-        valid = sum(kept[slot % len(kept)] for slot in range(run.global_batch_size))
+        kept = [min(count, config.training.seq_len) for count in case.valid_labels] or [config.training.seq_len]
+        valid = max(1, sum(kept[slot % len(kept)] for slot in range(run.global_batch_size)))
         loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.divisor(run))
         losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
         norms.append(norm.item())
+        replicas.check(run.step, saving=False)
     validation_loss = train.validate(run)[0] if run.validation_set else 0.0
     dynamics = run.dynamics.tables() if run.dynamics.sampled else {}
     if case.folder:

@@ -18,74 +18,113 @@ from tests.small import RECIPE, SMALL
 Cell = tuple[tuple[str, str], ...]
 """(axis, value) for each axis, in the order of AXES."""
 
-AXES: dict[str, tuple[str, ...]] = {
-    "dp": ("1", "ddp 2", "ddp 4", "fsdp 2", "fsdp 4", "hsdp 2x2"),
+Words = tuple[str, ...]
+_ADAPTERS = ("--lora.rank", "4", "--lora.alpha", "8")
+_BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
+OF_THE_RUN: dict[str, dict[str, Words]] = {
+    "precision": {
+        "float32": (),
+        "bfloat16": _BFLOAT16,
+        "bfloat16 weights": (*_BFLOAT16, "--training.dtype", "bfloat16"),
+    },
+    "optimizer": {name: ("--optimizer.name", name) for name in ("AdamW", "Muon")},
+    "state_dtype": {dtype: ("--optimizer.state_dtype", dtype) for dtype in ("float32", "bfloat16", "int8")},
+    "eps": {"1e-5": (), "1e-8": ("--optimizer.eps", "1e-8")},
+    "length": {each: ("--training.seq_len", each) for each in ("32", "33", "7", "3", "1")},
+    "validation_length": {"training's": (), **{each: ("--validation.seq_len", each) for each in ("40", "5")}},
+    "document_mask": {each: ("--training.document_mask", each) for each in ("false", "true")},
+    "balance": {
+        "none": (),
+        "bias": ("--experts.bias_update_speed", "0.01"),
+        "losses": ("--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01"),
+    },
+    "lora": {
+        "off": (),
+        "all-linear": _ADAPTERS,
+        "bfloat16": (*_ADAPTERS, "--lora.base", "bfloat16"),
+        "nf4": (*_ADAPTERS, "--lora.base", "nf4"),
+    },
+    "targets": {"all": (), **{name: ("--lora.target_modules", f'["{name}"]') for name in ("wo", "w2")}},
+    "lora_rank": {"4": (), **{each: ("--lora.rank", each) for each in ("1", "3")}},
+    "dropout": {"0": (), "0.25": ("--lora.dropout", "0.25")},
+    "spikes": {"trained": (), "skipped": ("--training.skip_spikes_sigma", "6", "--training.skip_spikes_window", "4")},
+}
+"""Axis -> setting -> words of the command line, for settings that decide the run: one process has them too."""
+OF_THE_LAYOUT: dict[str, dict[str, Words]] = {
+    "offload": {"false": (), "true": ("--training.enable_cpu_offload", "true")},
+    "prefetch": {each: ("--parallelism.fsdp_prefetch_layers", each) for each in ("1", "2")},
+    "early_stop": {each: ("--activation_checkpoint.early_stop", each) for each in ("false", "true")},
+    "kernel": {each: ("--model.attention_kernel", each) for each in ("auto", "plain", "sdpa")},
+    "deterministic": {each: ("--debug.deterministic", each) for each in ("false", "true")},
+    "replicas": {"trusted": (), "compared": ("--debug.check_replicas_freq", "1")},
+}
+"""The same, for settings that one process does without."""
+AXES: dict[str, Words] = {
+    "dp": ("1", "ddp 2", "ddp 3", "ddp 4", "fsdp 2", "fsdp 3", "fsdp 4", "hsdp 2x2"),
     "reshard": ("default", "always", "never"),
-    "tp": ("1", "2", "4"),
+    "tp": ("1", "2", "3", "4"),
     "sequence_parallel": ("true", "false"),
     "loss_parallel": ("true", "false"),
-    "cp": ("1", "2", "4"),
+    "cp": ("1", "2", "3", "4"),
     "method": ("ring allgather", "ring alltoall", "allgather_kv", "ulysses"),
     "balancer": ("headtail", "none"),
     "document_mask": ("false", "true"),
-    "pp": ("1", "2", "4"),
+    "pp": ("1", "2", "3", "4"),
     "schedule": tuple(SCHEDULES),
+    "stages": ("fewest", "3 a rank", "5 a rank", "first empty"),
     "pipeline_first": ("false", "true"),
-    "micro_batches": ("4", "8"),
+    "micro_batches": ("4", "8", "3", "6"),
     "splits": ("1", "2", "4"),
-    "accumulation": ("1", "3"),
+    "accumulation": ("1", "3", "2"),
     "reduce": ("last", "each"),
     "validation_batch": ("3", "training's"),
-    "length": ("32", "33"),
-    "optimizer": ("AdamW", "Muon"),
     "tied": ("false", "true"),
-    "key_heads": ("4", "2", "1"),
-    "vocabulary": ("1024", "1027"),
+    "key_heads": ("4", "3", "2", "1"),
+    "vocabulary": ("1032", "1027"),
     "model": ("llama", "qwen3", "qwen3_moe"),
-    "ep": ("1", "2", "4"),
+    "ep": ("1", "2", "3", "4"),
     "router": ("softmax", "sigmoid"),
-    "balance": ("none", "bias", "losses"),
     "checkpointing": ("none", "full", "2", "op/budget"),
     "dynamics": ("false", "true"),
-    "lora": ("off", "all-linear", "bfloat16", "nf4"),
-    "dropout": ("0", "0.25"),
     "compile": ("false", "true"),
+    "resume": ("none", "elsewhere"),
+    **{axis: tuple(settings) for axis, settings in (OF_THE_RUN | OF_THE_LAYOUT).items()},
 }
-SIDE_AXES = (
-    *("reshard", "accumulation", "reduce", "validation_batch", "length", "optimizer", "tied", "key_heads"),
-    *("vocabulary", "model", "ep", "router", "balance", "checkpointing", "dynamics", "lora", "dropout", "compile"),
+MAIN_AXES = (
+    *("dp", "tp", "sequence_parallel", "loss_parallel", "cp", "method", "balancer", "document_mask", "pp", "schedule"),
+    *("pipeline_first", "micro_batches", "splits"),
 )
-"""Axes that `--all` does not multiply with the others: each layout has the next of their settings."""
+"""Axes that `--all` multiplies: each of these layouts has the next setting of each other axis."""
+_MULTIPLIED = {axis: tuple(value for value in AXES[axis] if "3" not in value) for axis in ("dp", "tp", "cp", "pp")}
+_MULTIPLIED["micro_batches"] = ("4", "8")
+"""Settings of main axes that `--all` multiplies; others are drawn with `--random`."""
+DRAWN = {
+    *OF_THE_LAYOUT,
+    *("precision", "state_dtype", "eps", "validation_length", "targets", "lora_rank", "spikes", "stages", "resume"),
+}
+"""Axes whose pairs with each other are in no cover: `--random` draws them."""
 _WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
+_UNNAMED_SHARED = [name for name in _WITH_EXPERTS if not any("shared" in each for each in MODELS[name][0].hf_names)]
 FAMILIES = [name for name in MODELS if name not in AXES["model"]]
 """Families whose layouts are a product of their own: families()."""
 NEEDS = {
-    **dict.fromkeys(("sequence_parallel", "loss_parallel", "key_heads", "vocabulary"), "tp"),
+    **dict.fromkeys(("sequence_parallel", "loss_parallel", "vocabulary"), "tp"),
     **dict.fromkeys(("method", "balancer"), "cp"),
-    **dict.fromkeys(("schedule", "pipeline_first", "micro_batches", "splits"), "pp"),
+    **dict.fromkeys(("schedule", "stages", "pipeline_first", "micro_batches", "splits"), "pp"),
+    **dict.fromkeys(("targets", "lora_rank", "dropout"), "lora"),
+    "early_stop": "checkpointing",
 }
-"""Axes that make no difference where a degree is 1."""
-BALANCE = {
-    "none": (),
-    "bias": ("--experts.bias_update_speed", "0.01"),
-    "losses": ("--experts.sequence_loss_factor", "0.1", "--experts.z_loss_factor", "0.01"),
-}
-_ADAPTERS = ("--lora.rank", "4", "--lora.alpha", "8")
-LORA = {
-    "off": (),
-    "all-linear": _ADAPTERS,
-    "bfloat16": (*_ADAPTERS, "--lora.base", "bfloat16"),
-    "nf4": (*_ADAPTERS, "--lora.base", "nf4"),
-}
+"""Axes that make no difference where another has its first setting."""
 OF_EXPERTS = {"ep", "router", "balance"}
 """Axes that make no difference to models without experts."""
-RARE = {"compile": 8}
-"""Every so many layouts has another setting than the first: compiling takes seconds on each rank."""
+RARE = {"compile": 8, "precision": 4, "length": 3, "resume": 4, "kernel": 4, "stages": 2, "micro_batches": 2}
+"""Every so many layouts has another setting than the first: some hide others' errors, or take long."""
 MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
 STEPS = 2
 """Of the optimizer, the second with moments of the first: more take more time and find nothing else."""
+_SAVES = ("--checkpoint.enable", "true", "--checkpoint.last_save_in_hf", "true")
 _GLOBAL_BATCH = 48
 _MOST_COST = 25
 """Of a layout of a product, for each of its ranks: some settings in turn would take minutes together."""
@@ -148,31 +187,36 @@ class Layout:
         factors = {3: self["tp"] != "1", 1.8: self["cp"] != "1", 2: self["model"] in _WITH_EXPERTS, 3.7: apart}
         return self.ranks * (8 + self.passes * math.prod(factor for factor, counts in factors.items() if counts))
 
-    def run(self) -> tuple[str, ...]:
-        """Settings that decide the run: one process has them too.
+    @property
+    def layers(self) -> int:
+        """A pipeline's model has a layer more than there are stages, or two less: stages are never alike."""
+        return 2 if self["pp"] == "1" else self.stages + 1 if self.stages <= 5 else self.stages - 2
 
-        A pipeline's model has a layer more than there are stages, or less than that: stages are never alike.
-        """
-        stages = int(self["pp"]) * SCHEDULES[self["schedule"]].stages_a_rank[0]
-        flavor = {1: "many_heads", 2: "long3", 4: "long5", 8: "long"}[stages if self["pp"] != "1" else 1]
+    @property
+    def stages(self) -> int:
+        a_rank = SCHEDULES[self["schedule"]].stages_a_rank[0]
+        return int(self["pp"]) * (int(self["stages"][0]) if self["stages"].endswith("a rank") else a_rank)
+
+    def run(self) -> Words:
+        """Settings that decide the run: one process has them too."""
+        flavor = f"matrix{self.layers}"
         flavor += f"_{self['key_heads']}_key_heads" * (self["key_heads"] != "4")
-        flavor += "_odd_vocabulary" * (self["vocabulary"] != "1024")
+        flavor += "_odd_vocabulary" * (self["vocabulary"] == "1027")
         flavor += "_sigmoid" * (self["router"] == "sigmoid") + "_wide" * (self["lora"] == "nf4")
         flavor += "_tied" * (self["tied"] == "true")
         return (
             *("--model.name", self["model"], "--model.flavor", flavor),
-            *("--training.seq_len", self["length"]),
-            *("--training.document_mask", self["document_mask"], "--optimizer.name", self["optimizer"]),
             *("--training.global_batch_size", str(_GLOBAL_BATCH), "--training.local_batch_size", str(_GLOBAL_BATCH)),
             *("--validation.enable", "true", "--validation.held_out_fraction", "0.006"),  # some sequences
             *("--metrics.dynamics_freq", str(STEPS)),
-            *BALANCE[self["balance"]],
-            *LORA[self["lora"]],
-            *(("--lora.dropout", self["dropout"]) if self["dropout"] != "0" else ()),
+            *itertools.chain.from_iterable(settings[self[axis]] for axis, settings in OF_THE_RUN.items()),
         )
 
-    def overrides(self) -> tuple[str, ...]:
+    def overrides(self) -> Words:
         """Settings of a job file."""
+        return (*self.run(), *self._laid_out(), *(_SAVES if self.resumes else ()))
+
+    def _laid_out(self) -> Words:
         replicas, shards = self._data_parallel()
         method, _, rotate = self["method"].partition(" ")
         local = _GLOBAL_BATCH // (replicas * shards) // int(self["accumulation"])
@@ -194,18 +238,43 @@ class Layout:
             "pipeline_parallel_microbatch_size": max(1, local // int(self["micro_batches"])),
             "pipeline_parallel_sequence_splits": self["splits"],
             "pipeline_first": self["pipeline_first"],
+            **self._stages(),
         }
         of_its_own = self["validation_batch"] != "training's"
         return (
-            *self.run(),
             *(f"--activation_checkpoint.{word}" for word in self._checkpointing()),
             *("--compile.enable", self["compile"]),
             *("--compile.backend", "aot_eager"),  # inductor takes four times as long
             *itertools.chain.from_iterable((f"--parallelism.{key}", str(value)) for key, value in given.items()),
+            *itertools.chain.from_iterable(settings[self[axis]] for axis, settings in OF_THE_LAYOUT.items()),
             *("--training.local_batch_size", str(local)),
             *(("--validation.local_batch_size", self["validation_batch"]) if of_its_own else ()),
             *(("--metrics.dynamics_freq", "0") if self["dynamics"] == "false" else ()),
         )
+
+    @property
+    def resumes(self) -> bool:
+        return self["resume"] != "none"
+
+    def _stages(self) -> dict[str, int]:
+        """Keys of [parallelism]; a stage without layers is a rank without layers where a rank has one stage."""
+        if self["stages"] == "first empty":
+            first = math.ceil(self.layers / (self.stages - 1))
+            ends = {"first": first, "last": 0}
+            return {f"pipeline_parallel_{end}_stage_less_layers": count for end, count in ends.items()}
+        if self["stages"] == "fewest":
+            return {}
+        return {"pipeline_parallel_layers_per_stage": math.ceil((self.layers + 2) / self.stages)}
+
+    def elsewhere(self) -> tuple[Words, int]:
+        """Words and ranks of another layout of the same run, where the run goes on after its first step."""
+        draw, kept = random.Random(str(self)), {axis: self[axis] for axis in ("model", *OF_THE_RUN)}
+        while True:
+            pipeline = draw.choice([{"pp": "1"}, {axis: self[axis] for axis in ("pp", "schedule", "stages")}])
+            other = any_layout(draw, small=True, **kept | pipeline | {"compile": "false"})
+            words = (*self.run(), *other._laid_out(), *_SAVES)
+            if not refusal(words, other.ranks):
+                return words, other.ranks
 
     def _checkpointing(self) -> tuple[str, ...]:
         """Per operation is refused where layers are compiled, which keep to a memory budget instead."""
@@ -221,30 +290,39 @@ class Layout:
     @functools.cache  # noqa: B019 - a layout is a value
     def refusal(self) -> str:
         """Why it is refused before launch; empty if it is not."""
-        try:
-            config = load_config(["--job.config_file", str(RECIPE), *SMALL, *self.overrides()])
-            check_layout(config, resolve_degrees(config, self.ranks))
-        except ConfigError as error:
-            return str(error)
-        return ""
+        return refusal(self.overrides(), self.ranks)
+
+
+def refusal(words: Words, ranks: int) -> str:
+    try:
+        config = load_config(["--job.config_file", str(RECIPE), *SMALL, *words])
+        check_layout(config, resolve_degrees(config, ranks))
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def layout(**given: str) -> Layout:
     """A layout where settings that make no difference have their first value."""
     values = {axis: given.get(axis, choices[0]) for axis, choices in AXES.items()}
-    idle = [axis for axis, degree in NEEDS.items() if values[degree] == "1"]
-    if values["cp"] == "1" and not values["dp"].startswith(("fsdp", "hsdp")):
-        idle.append("reshard")
-    if values["accumulation"] == "1" or values["pp"] != "1" or (values["cp"], values["dp"]) == ("1", "1"):
-        idle.append("reduce")
+    idle = [axis for axis, other in NEEDS.items() if values[other] == AXES[other][0]]
+    if values["accumulation"] == "1" or values["pp"] != "1":
+        idle.append("reduce")  # refused in a pipeline
     if values["cp"] != "1" or values["schedule"] != "1F1B":
         idle.append("splits")  # refused
+    a_rank = SCHEDULES[values["schedule"]].stages_a_rank
+    if values["stages"].endswith("a rank") and a_rank[1] < 3:
+        idle.append("stages")  # refused
     if values["model"] not in _WITH_EXPERTS:
         idle += OF_EXPERTS
     elif (values["lora"] != "off", values["balance"]) == (True, "bias"):
         idle.append("balance")  # refused
-    if values["lora"] == "off" or values["model"] in _WITH_EXPERTS:
+    if values["model"] in _UNNAMED_SHARED and values["router"] == "sigmoid":
+        idle += ("targets", "resume")  # its shared expert has no name in Hugging Face's files
+    if values["model"] in _WITH_EXPERTS and ("targets" in idle or values["targets"] != "wo"):
         idle.append("dropout")  # refused
+    if values["precision"] != "float32":
+        idle.append("dynamics")  # numbers of single tensors, most of them errors of rounding
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))
     return found if found.shared_by % int(found["ep"]) == 0 else layout(**given | {"ep": "1"})  # refused
 
@@ -258,11 +336,11 @@ def main_layouts(product_ranks: int = 8) -> list[Layout]:
 
     The other axes have their settings in turn.
     """
-    main = _product([axis for axis in AXES if axis not in SIDE_AXES], pp=("1",))
+    main = _product(MAIN_AXES, pp=("1",))
     return [
         *(each for each in main if each.ranks <= product_ranks),
         *(each for each in _product(DEGREES, pp=("1",)) if each.ranks > product_ranks),
-        *_product(DEGREES, pp=AXES["pp"][1:]),
+        *_product(DEGREES, pp=_MULTIPLIED["pp"][1:]),
         *(each for each in _of_experts() if each.ranks <= product_ranks),
         *families(),
     ]
@@ -301,7 +379,7 @@ def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
     None takes much longer than the rest: settings are drawn again where they would.
     """
     axes = list(dict.fromkeys([*axes, *narrowed]))
-    values = itertools.product(*(narrowed.get(axis, AXES[axis]) for axis in axes))
+    values = itertools.product(*(narrowed.get(axis, _MULTIPLIED.get(axis, AXES[axis])) for axis in axes))
     found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
     turns = random.Random(0)
     others = [axis for axis in AXES if axis not in axes and axis not in narrowed]
@@ -323,6 +401,14 @@ def _draw(draw: random.Random, axis: str) -> str:
 def any_layout(draw: random.Random, small: bool = False, **fixed: str) -> Layout:
     """A layout of the product of all axes, but for those fixed; small: most degrees are 1."""
     values = {axis: _draw(draw, axis) for axis in AXES}
+    if not small and draw.randrange(3) == 0:
+        values["model"] = draw.choice(FAMILIES)
+    # Other combinations of these are refused.
+    values["key_heads"] = draw.choice(
+        ("3", "1") if values["tp"] == "3" else ("4", "2", "1", *["3"] * (values["tp"] == "1"))
+    )
+    if values["dp"].endswith("3"):
+        values["accumulation"] = draw.choice(("1", "2"))
     for axis in DEGREES:
         if small and draw.random() < 0.7:
             values[axis] = AXES[axis][0]

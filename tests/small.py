@@ -22,11 +22,15 @@ load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
 
 def _wide(sizes: Any) -> Any:
     """With matrices whose rows are blocks of NF4, which four tensor parallel ranks keep whole."""
-    more: dict[str, int] = {"head_size": 256 // sizes.n_heads} if sizes.head_size else {}
+    heads, key_heads = sizes.n_heads, sizes.n_kv_heads
+    if heads == 24:  # no power of two
+        heads, key_heads = 16, {24: 16, 3: 4}.get(key_heads, key_heads)
+    more: dict[str, int] = {"n_heads": heads, "n_kv_heads": key_heads}
+    more |= {"head_size": 256 // heads} if sizes.head_size else {}
     if isinstance(sizes, MixtureConfig):
         more["expert_dim"] = 256
     if isinstance(sizes, DeepseekV3Config):
-        more |= {"kv_lora_rank": 64, "v_dim": 256 // sizes.n_heads, "nope_dim": 256 // sizes.n_heads - sizes.rope_dim}
+        more |= {"kv_lora_rank": 64, "v_dim": 256 // heads, "nope_dim": 256 // heads - sizes.rope_dim}
         more |= {"q_lora_rank": 64} if sizes.q_lora_rank else {}
     return replace(sizes, dim=256, ffn_dim=256, **more)
 
@@ -53,6 +57,13 @@ for _, flavors in MODELS.values():
         sizes["many_heads" + suffix] = many_heads
         for long, layers in (("long", 6), ("long5", 5), ("long3", 3)):
             sizes[long + suffix] = replace(many_heads, n_layers=layers, dim=32, ffn_dim=64)
+    # Degrees of 2, 3 and 4 divide these sizes, which tests/layouts.py lays out.
+    own = {"n_experts": 12, "expert_dim": 48} if isinstance(tiny, MixtureConfig) else {}
+    for layers, key_heads, odd in itertools.product(range(2, 20), (4, 3, 2, 1), (False, True)):
+        own |= {"n_layers": layers, "n_kv_heads": 24 if latent else key_heads, "vocab_size": VOCABULARY + 8 - 5 * odd}
+        own |= {"dim": 96, "ffn_dim": 192} if layers == 2 else {"dim": 48, "ffn_dim": 96}
+        suffix = f"_{key_heads}_key_heads" * (key_heads != 4) + "_odd_vocabulary" * odd
+        sizes[f"matrix{layers}{suffix}"] = replace(tiny, n_heads=24, **own)
     if isinstance(tiny, MixtureConfig):
         for flavor, each in list(sizes.items()):
             third = replace(each, q_lora_rank=24) if latent else each

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.layouts import NEEDS, Layout, layout, main_layouts
+from tests.layouts import AXES, NEEDS, Layout, layout, main_layouts
 from tests.matrix import Result, measure
 from tests.spread import GIVEN, of_the_tests, pairs
 
@@ -35,9 +35,7 @@ def test_the_spread_has_every_pair_of_settings() -> None:
     missing = [pair for pair in pairs() if pair not in found and not {*pair} & idle]
     degrees = dict.fromkeys(("dp", "tp", "cp", "pp"), "1")
     for pair in missing:
-        needed = {NEEDS[axis]: "2" for axis, _ in pair if axis in NEEDS}
-        if ("dropout", "0.25") in pair:
-            needed["lora"] = "all-linear"
+        needed = {NEEDS[axis]: AXES[NEEDS[axis]][1] for axis, _ in pair if axis in NEEDS}
         least = layout(**degrees | needed | dict(pair))
         assert least.ranks > 4 or not {*pair} <= {*least.cell} or least.refusal(), pair
 
