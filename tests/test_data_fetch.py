@@ -13,6 +13,7 @@ import pytest
 
 from components.config import ROOT
 from components.data import prepare
+from components.data.hub import _wanted
 from tests.caches import spec_of
 from tests.hub import COMMIT, GATED, serving
 from tests.processes import small_disk
@@ -129,6 +130,16 @@ def test_what_is_fetched_and_which_key_wants_it(hub: tuple[str, Path], tmp_path:
         == names(tokenizer)
         == {file.name for file in (folder / "models/org/model").iterdir()} - {"train.bin"}
     )
+
+
+def test_a_tokenizer_comes_with_the_files_that_name_its_tokens() -> None:
+    weights = ["config.json", "generation_config.json", "model.safetensors"]
+    names = [*weights, "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    left_out = {"tokenizer.model"}
+    assert {*_wanted(names, "model", ["tokenizer"])} == {*names} - {"model.safetensors"} - left_out
+    assert {*_wanted(names, "model", [])} == {*names} - left_out
+    assert _wanted(weights, "model", ["tokenizer"]) == []
+    assert _wanted(weights, "model", []) == weights
 
 
 def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], tmp_path: Path) -> None:

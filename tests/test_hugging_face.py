@@ -1,12 +1,18 @@
-"""config.json: what no model here has is refused, both spellings are read, and published files are the flavors'."""
+"""config.json: what no model here has is refused, both spellings are read, and published files are the flavors'.
 
+Tokens around documents are those that transformers finds.
+"""
+
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from components.config import Model, RopeScaling
+from components.data.tokenizer import load_tokenizer
 from models import MODELS, meta_model, sizes
 from models.hugging_face import from_hugging_face
+from tests.test_tokenizer import BOTH, save_named
 
 transformers = pytest.importorskip("transformers")
 
@@ -175,3 +181,24 @@ def test_stretching_as_the_flavor_does_changes_no_number() -> None:
         assert own.rope_scaling.original_max_position_embeddings == length
     linear = Model(name="gemma3", flavor="4B", rope_scaling=RopeScaling(rope_type="linear", factor=16.0))
     assert sizes(linear).context_length == 2 * sizes(Model(name="gemma3", flavor="4B")).context_length
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"special_tokens_map.json": BOTH},
+        {"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": BOTH},
+        {"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}},
+        {"tokenizer_config.json": BOTH, "special_tokens_map.json": {"eos_token": None}},
+        {
+            "tokenizer_config.json": {"eos_token": "<s>", "added_tokens_decoder": {"0": {"content": "<s>"}}},
+            "special_tokens_map.json": BOTH,
+        },
+    ],
+    ids=["none", "map", "both", "null in settings", "null in map", "added tokens"],
+)
+def test_tokens_around_documents_are_those_of_transformers(files: dict[str, Any], tmp_path: Path) -> None:
+    path = save_named(tmp_path, files)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(path), load_tokenizer(path)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)
