@@ -26,6 +26,7 @@ from components.data.tokenizer import (
     find_tokenizer,
     fingerprint,
     load_tokenizer,
+    passed_over,
     train_bpe,
     try_tokenizer,
 )
@@ -356,6 +357,27 @@ def test_a_folder_is_searched_in_one_order(tmp_path: Path, trained: Path) -> Non
     for name in ("b.tiktoken", "a.tiktoken", "tokenizer.model"):
         (tmp_path / name).write_bytes(trained.read_bytes())
         assert find_tokenizer(str(tmp_path)).name == name
+
+
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>"
+
+
+def test_a_sentencepiece_model_is_passed_over(tmp_path: Path, trained: Path) -> None:
+    """As in the folders of Mistral 7B and Gemma."""
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(SENTENCEPIECE)
+    with pytest.raises(ConfigError, match=r"a SentencePiece model: use a tokenizer\.json, which transformers'"):
+        load_tokenizer(str(tmp_path))
+    save_json_tokenizer(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)), JsonTokenizer)
+    said = f"{tmp_path / 'tokenizer.json'} is read, not the SentencePiece model tokenizer.model beside it"
+    assert passed_over(str(tmp_path)) == [said]
+    assert check_tokenizer(load_config(["--model.hf_assets_path", str(tmp_path)])) == [said]
+    with pytest.raises(ConfigError, match=rf"a SentencePiece model: use {tmp_path / 'tokenizer.json'}"):
+        load_tokenizer(str(model))
+    model.write_bytes(trained.read_bytes())
+    assert isinstance(load_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    assert passed_over(str(tmp_path)) == []
 
 
 def fingerprint_of_before(folder: Path) -> str:

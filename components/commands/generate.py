@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Parallelism, Training
 from components.config.files import read_json_as
-from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.data.tokenizer import Tokenizer, load_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint, separator_of
@@ -252,7 +252,7 @@ def main(argv: list[str]) -> int:
     model = build(source, device, getattr(torch, dtype))
     first = dist.get_rank() == 0
     if first:
-        print(f"{source.said}, {dtype}", file=sys.stderr)
+        print(f"{source.said}, {dtype}", *passed_over(source.tokenizer), sep="\n", file=sys.stderr)
     for number, prompt in enumerate(options.prompts):
         sampling = options.tokens, options.temperature, options.top_p, options.seed
         pieces = continue_text(model, tokenizer, prompt, *sampling)

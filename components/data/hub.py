@@ -95,6 +95,8 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
     size = sum((folder / name).stat().st_size for name in wanted)
     print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
+    if "tokenizer.json" in wanted and "tokenizer.model" in {*names} - {*wanted}:
+        print("tokenizer.model was left out: tokenizer.json is read")
     if kind == "dataset":
         print(f'training.dataset_path = "{folder}"\ntraining.dataset_streaming = true')
     if kind == "model" and _matching(wanted, _TOKENIZER):
@@ -109,7 +111,7 @@ def _wanted(names: list[str], kind: Kind, only: list[str]) -> list[str]:
         only = ["tokenizer", "weights"] if kind == "model" else ["*"]
     parts = {part: patterns for part, patterns in _PARTS.items() if part != "tokenizer" or _matching(names, _TOKENIZER)}
     patterns = [pattern for part in only for pattern in parts.get(part, [part])]
-    if "tokenizer.json" in names:  # which may have an unsupported format
+    if "tokenizer.json" in names and "tokenizer.model" not in only:  # which may have an unsupported format
         patterns = [pattern for pattern in patterns if pattern != "tokenizer.model"]
     return _matching(names, patterns)
 

@@ -66,6 +66,10 @@ class TiktokenTokenizer:
     def __init__(self, path: Path, separator: str = AUTO) -> None:
         import tiktoken
 
+        if is_sentencepiece(path):
+            beside = path.with_name("tokenizer.json")
+            use = beside if beside.exists() else "a tokenizer.json, which transformers' save_pretrained writes"
+            raise ConfigError(f"{path}: not a tiktoken rank file but a SentencePiece model: use {use}")
         try:
             lines = [line.split() for line in path.read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -166,8 +170,16 @@ def _id(tokenizer: Tokenizer, special: SpecialToken) -> int | None:
     return found
 
 
+def is_sentencepiece(file: Path) -> bool:
+    """Whether a tokenizer.model is a SentencePiece model (protobuf), which has zero bytes; a rank file is text."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return b"\0" in opened.read(1024)
+
+
 def find_tokenizer(path: str) -> Path:
-    """The tokenizer's file: path, or the tokenizer file in the folder path.
+    """The tokenizer's file: path, or the tokenizer file in the folder path, a SentencePiece model last.
 
     A relative path starts at the current folder or, if nothing is there, at the repository. Raises ConfigError that
     says how to get a tokenizer.
@@ -176,6 +188,7 @@ def find_tokenizer(path: str) -> Path:
     found = given if given.exists() else ROOT / given
     if found.is_dir():
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
+        candidates.sort(key=is_sentencepiece)
         folder, found = found, next((candidate for candidate in candidates if candidate.exists()), found)
         for file in (found, *(folder / name for name in NAMING)):
             if not inside(folder, file):
@@ -237,13 +250,20 @@ def fingerprint(path: str, separator: str = AUTO) -> str:
     return hashlib.blake2b(SPLIT_PATTERN.encode() + content, digest_size=16).hexdigest()
 
 
+def passed_over(path: str) -> list[str]:
+    """A line if a SentencePiece model lies beside the tokenizer.json that is read instead."""
+    file = find_tokenizer(path)
+    other = file.with_name("tokenizer.model")
+    return [f"{file} is read, not the SentencePiece model {other.name} beside it"] if is_sentencepiece(other) else []
+
+
 def check_tokenizer(config: JobConfig) -> list[str]:
-    """Lines about the tokenizer that a start says: documents that have no end token.
+    """Lines about the tokenizer that a start says: the file that is passed over, documents that have no end token.
 
     Raises ConfigError if the tokenizer lacks the token of training.dataset_separator.
     """
     path, separator = config.model.hf_assets_path, config.training.dataset_separator
-    lines = []
+    lines = passed_over(path)
     if separator not in (AUTO, NONE):
         tokenizer = load_tokenizer(path, NONE)
         if tokenizer.token_id(separator) is None:
