@@ -243,7 +243,7 @@ def test_a_run_ends_texts_with_its_separator(saved: Saved, tmp_path: Path) -> No
         assert (tokenizer.bos_id, tokenizer.eos_id) == ids
         export_run(written["config"], saved.run / "checkpoint" / "step-7", tmp_path / "exported", torch.float32)
         config = json.loads((tmp_path / "exported" / "config.json").read_text())
-        assert (config.get("bos_token_id"), config.get("eos_token_id")) == ids
+        assert (config["bos_token_id"], config["eos_token_id"]) == ids
 
 
 @one_family

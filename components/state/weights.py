@@ -238,8 +238,9 @@ def export(
             )
         tokens = export_tokenizer(tokenizer, staging, separator)
         kind = str(dtype).removeprefix("torch.")
-        tokens = {name: number for name, number in tokens.items() if number is not None}
+        # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
+        write_json(staging / "generation_config.json", tokens)
         put_in_place(staging, path)
 
     weights = {} if isinstance(source, Path) else source
