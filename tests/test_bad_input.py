@@ -253,11 +253,13 @@ def test_a_tokenizer_that_leads_out_of_its_folder_is_refused(secret: Path, tmp_p
         shutil.copy(folder / name, blobs / name)
         (snapshot / name).symlink_to(f"../../blobs/{name}")
     assert load_tokenizer(str(snapshot)).vocab_size == load_tokenizer(str(folder)).vocab_size
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        (folder / name).unlink()
+    others = ("special_tokens_map.json", "config.json", "generation_config.json")
+    for name in (*others, "tokenizer_config.json", "tokenizer.json"):
+        (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(secret)
-        with pytest.raises(ConfigError, match="leads out of its folder"):
+        with pytest.raises(ConfigError, match=rf"{name} leads out of its folder"):
             load_tokenizer(str(folder))
+        (folder / name).unlink()
 
 
 def test_a_tokenizer_larger_than_the_table_is_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from components.commands import check
 from components.config import ROOT
 from tests.small import FLAVORS
+from tests.test_tokenizer import save_json_tokenizer
 
 WITHOUT_MEMORY = {name: look for name, look in check.CHECKS.items() if name != "memory"}
 
@@ -104,6 +105,17 @@ def test_what_needs_a_layout_is_left_out_without_one(capsys: pytest.CaptureFixtu
 def test_a_tokenizer_that_does_not_fit_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, seen = marks(capsys, "--job.dump_folder", str(tmp_path), "--model.flavor", "tiny")
     assert f"4096 tokens, but llama tiny has a table of {FLAVORS['tiny'].vocab_size}" in seen["tokenizer"]
+
+
+def test_the_tokens_between_documents_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--job.dump_folder", str(tmp_path), "--model.hf_assets_path", str(tmp_path)]
+    save_json_tokenizer(tmp_path, settings=False)
+    _, seen = marks(capsys, *words)
+    assert re.fullmatch(r"✓\d+ tokens, and a table of 4,096; documents run together: no file of .*", seen["tokenizer"])
+    _, seen = marks(capsys, *words, "--training.dataset_separator", "</s>")
+    assert re.fullmatch(r"✓\d+ tokens, and a table of 4,096", seen["tokenizer"])
+    _, seen = marks(capsys, *words, "--training.dataset_separator", "</z>")
+    assert seen["tokenizer"].startswith('✗command line: training.dataset_separator = "</z>": not a token of ')
 
 
 def test_memory_that_is_not_there(

@@ -15,7 +15,8 @@ from tokenizers import normalizers, pre_tokenizers
 
 from components.config import ROOT, ConfigError
 from components.data import PackedSequences, prepare
-from components.data.cache import BLOCK_BYTES, _cut
+from components.data import cache as cache_module
+from components.data.cache import BLOCK_BYTES, _cut, _encode
 from components.data.tokenizer import load_tokenizer
 from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
 from tests.processes import start
@@ -48,6 +49,21 @@ def test_no_document_is_lost(tmp_path: Path, workers: int) -> None:
     assert (cache.tokens[cache.document_ends - 1] == tokenizer.eos_id).all()
     for special in (tokenizer.bos_id, tokenizer.eos_id):
         assert (np.asarray(cache.tokens) == special).sum() == len(cache.document_ends)
+
+
+def test_documents_are_separated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also by a token that both begins and ends a text, as GPT-2's."""
+    path = save_json_tokenizer(tmp_path / "tokenizer", settings=False)
+    (path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 1}')
+    monkeypatch.setattr(cache_module, "_worker", {"dtype": "<u2", "spaces": False})
+    for separator, right in (("auto", "</s>In the"), ("none", "In the"), ("<s>", "</s>In the<s>")):
+        tokenizer = cache_module._worker["tokenizer"] = load_tokenizer(str(path), separator)
+        assert tokenizer.decode(np.frombuffer(_encode("In the", True, True), "<u2").tolist()) == right
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"text": "In the beginning"}\n{"text": "God created"}\n')
+    spec = dataclasses.replace(spec_of(data, tmp_path / "cache", tokenizer=str(path)), separator="<s>")
+    tokens = prepare(spec, 1).tokens.tolist()
+    assert tokenizer.decode(tokens) == "</s>In the beginning<s></s>God created<s>"
 
 
 def test_a_cache_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from components.config import ROOT
 from components.data import prepare
+from components.data.hub import _wanted
 from tests.caches import spec_of
 from tests.hub import COMMIT, GATED, serving
 from tests.processes import small_disk
@@ -67,6 +68,10 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     shutil.copy(ROOT / "assets/tokenizer/tokenizer.model", model)
     for name in ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "train.bin"):
         (model / name).write_bytes(name.encode() * 1000)
+    both = folder / "models/org/both"
+    both.mkdir()
+    for name in ("tokenizer.json", "tokenizer.model"):
+        (both / name).touch()
     with serving(folder) as address:
         yield address, folder
 
@@ -103,11 +108,13 @@ def test_what_is_fetched_and_which_key_wants_it(hub: tuple[str, Path], tmp_path:
             ["fetch", "org/model", "--into", model],
             ["fetch", "org/model", "--only", "tokenizer", "--into", tokenizer],
             ["fetch", "org/model", "--only", "weights", "--into", tokenizer],
+            ["fetch", "org/both", "--into", str(tmp_path / "both")],
         ],
         address,
         tmp_path / "home",
     )
-    assert [code for _, code in results] == [0] * 5
+    assert [code for _, code in results] == [0] * 6
+    assert results.pop()[0].splitlines()[1] == "tokenizer.model was left out: tokenizer.json is read"
     keys = [[line.partition(" = ")[0] for line in out.splitlines()[1:]] for out, _ in results]
     data = ["training.dataset_path", "training.dataset_streaming"]
     weights = ["checkpoint.initial_load_path"]
@@ -129,6 +136,17 @@ def test_what_is_fetched_and_which_key_wants_it(hub: tuple[str, Path], tmp_path:
         == names(tokenizer)
         == {file.name for file in (folder / "models/org/model").iterdir()} - {"train.bin"}
     )
+
+
+def test_a_tokenizer_comes_with_the_files_that_name_its_tokens() -> None:
+    weights = ["config.json", "generation_config.json", "model.safetensors"]
+    names = [*weights, "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+    left_out = {"tokenizer.model"}
+    assert {*_wanted(names, "model", ["tokenizer"])} == {*names} - {"model.safetensors"} - left_out
+    assert {*_wanted(names, "model", [])} == {*names} - left_out
+    assert _wanted(names, "model", ["tokenizer.model"]) == ["tokenizer.model"]
+    assert _wanted(weights, "model", ["tokenizer"]) == []
+    assert _wanted(weights, "model", []) == weights
 
 
 def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], tmp_path: Path) -> None:

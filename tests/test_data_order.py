@@ -1,14 +1,17 @@
 """The global order: each epoch a permutation, the same at any number of ranks and workers, and after a resume."""
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from components.config import ConfigError, JobConfig
 from components.data import PackedSequences
-from components.data.order import sequence_at
-from tests.caches import cache_of, read
+from components.data.cache import how_tokenized
+from components.data.order import check_data_order, data_order, sequence_at
+from tests.caches import cache_of, read, spec_of
 from tests.processes import ended, processes_of, start, wait_until
 
 # The order
@@ -25,6 +28,15 @@ def test_every_epoch_is_a_permutation(size: int) -> None:
 def test_epochs_and_seeds_differ(size: int) -> None:
     orders = [sequence_at(epoch * size + np.arange(size), size, seed) for seed in (0, 1, 2**63) for epoch in (0, 1, 2)]
     assert len({order.tobytes() for order in orders}) == 9
+
+
+def test_a_resume_with_another_end_token_is_refused(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, tmp_path)
+    keys = [how_tokenized(replace(spec, separator=each)).hexdigest() for each in ("auto", "<|end_of_text|>", "none")]
+    order, same, other = ({"data_order": data_order(key, None, JobConfig()), "global_batch_size": 8} for key in keys)
+    check_data_order(order, same, 8)
+    with pytest.raises(ConfigError, match=r"the data \(text, tokenizer, training\.dataset_separator\) was"):
+        check_data_order(order, other, 8)
 
 
 def test_neighbours_in_the_text_are_apart_in_the_order() -> None:

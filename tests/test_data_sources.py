@@ -145,5 +145,6 @@ def test_a_spec_is_what_the_job_file_says() -> None:
     training = load_config(["--training.dataset_errors", "skip", "--training.dataset_text_field", "body"]).training
     assert data_spec(training, "t") == DataSpec(str(ROOT / "assets/kjv"), "body", True, "t", ROOT / ".cache/tokens")
     assert data_spec(training, "t", "here").path == "here"
+    assert data_spec(Training(dataset_separator="</s>"), "t").separator == "</s>"
     with pytest.raises(ConfigError, match=r'training\.dataset = "kvj": not one of kjv, c4, .*; or set dataset_path'):
         data_spec(Training(dataset="kvj"), "t")

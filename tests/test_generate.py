@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,6 +24,7 @@ from components.commands import generate as generation
 from components.commands.generate import build, check_ranks, continue_text, generate, open_source, sample
 from components.config import ROOT, Checkpoint, ConfigError, JobConfig, Model, to_dict
 from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.state.adapters import export_run
 from components.state.checkpoint import Checkpointer, write_json
 from components.state.init import initialize_weights
 from components.state.weights import export
@@ -224,6 +226,24 @@ def test_the_last_token_ends_the_text(saved: Saved) -> None:
     end = tokens.index(tokenizer.eos_id)
     said = "".join(continue_text(model, tokenizer, PROMPT, 30, 0.0, 1.0, 0))
     assert said == tokenizer.decode(tokens[:end]) != tokenizer.decode(tokens)
+
+
+@one_family
+def test_a_run_ends_texts_with_its_separator(saved: Saved, tmp_path: Path) -> None:
+    for separator, ids in (("<|eot_id|>", (4096 - 256, 4096 - 247)), ("none", (None, None)), (None, (3840, 3841))):
+        written = json.loads((saved.run / "run.json").read_text())
+        table = written["config"]["training"]
+        assert table.pop("dataset_separator") == "auto"
+        table |= {} if separator is None else {"dataset_separator": separator}  # older runs have none
+        write_json(tmp_path / "run.json", written)
+        with suppress(FileExistsError):
+            (tmp_path / "checkpoint").symlink_to(saved.run / "checkpoint")
+        source = open_source(tmp_path, None)
+        tokenizer = load_tokenizer(source.tokenizer, source.separator)
+        assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+        export_run(written["config"], saved.run / "checkpoint" / "step-7", tmp_path / "exported", torch.float32)
+        config = json.loads((tmp_path / "exported" / "config.json").read_text())
+        assert (config["bos_token_id"], config["eos_token_id"]) == ids
 
 
 @one_family

@@ -1,12 +1,22 @@
-"""config.json: what no model here has is refused, both spellings are read, and published files are the flavors'."""
+"""config.json: what no model here has is refused, both spellings are read, and published files are the flavors'.
 
+Exports leave nothing to the defaults of transformers, and tokens around documents are those that transformers finds.
+"""
+
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from components.config import Model, RopeScaling
+from components.data.tokenizer import load_tokenizer
+from components.state.weights import export
 from models import MODELS, meta_model, sizes
 from models.hugging_face import from_hugging_face
+from tests.ranks import group_of_one
+from tests.test_tokenizer import BOTH, save_named
 
 transformers = pytest.importorskip("transformers")
 
@@ -175,3 +185,66 @@ def test_stretching_as_the_flavor_does_changes_no_number() -> None:
         assert own.rope_scaling.original_max_position_embeddings == length
     linear = Model(name="gemma3", flavor="4B", rope_scaling=RopeScaling(rope_type="linear", factor=16.0))
     assert sizes(linear).context_length == 2 * sizes(Model(name="gemma3", flavor="4B")).context_length
+
+
+LEFT_OUT = {
+    "initializer_range": 0.02,
+    "attention_dropout": 0.0,
+    "use_cache": True,
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+    "pretraining_tp": 1,
+    "max_window_layers": 28,
+    "swiglu_alpha": 1.702,
+    "sliding_window": None,
+}
+"""Fields that exports leave out: their only default is ours, or only training with transformers reads them."""
+RENAMED = {"rope_theta", "rope_scaling", "rope_local_base_freq", "num_experts", "torch_dtype"}
+"""Fields that transformers 5 keeps under other names."""
+DERIVED = {
+    *("rope_parameters", "layer_types", "qk_head_dim", "num_local_experts", "_sliding_window_pattern", "dtype"),
+    "_name_or_path",
+}
+"""Fields that follow from written ones."""
+
+
+@pytest.mark.parametrize("name", [name for name, (model_class, _) in MODELS.items() if model_class.hf_type])
+def test_an_export_leaves_nothing_to_the_defaults_of_transformers(name: str, tmp_path: Path) -> None:
+    """With a tokenizer that has no end token: Llama's default, 2, would end a text at any such token."""
+    base = transformers.PretrainedConfig().to_dict()
+    for flavor in ("debug", "16B") if name == "deepseek_v3" else ("debug",):
+        model, folder = meta_model(Model(name=name, flavor=flavor)), tmp_path / flavor
+        with group_of_one(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("components.state.weights._files", lambda *_: [])
+            export(model, {}, folder, save_named(tmp_path / "tokenizer", {}), torch.float32)
+        written = json.loads((folder / "config.json").read_text())
+        read = transformers.AutoConfig.from_pretrained(folder).to_dict()
+        assert [read[f"{token}_token_id"] for token in ("bos", "eos", "pad")] == [None] * 3
+        assert {key for key in written if read.get(key, "lost") != written[key]} <= RENAMED
+        left_out = read.keys() - written.keys() - RENAMED - DERIVED
+        values = {key: read[key] for key in left_out if base.get(key, "none") != read[key]}
+        assert values.items() <= LEFT_OUT.items()
+        assert model.hf_misfits(read) == []
+        generation = transformers.GenerationConfig.from_pretrained(folder)
+        assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"special_tokens_map.json": BOTH},
+        {"tokenizer_config.json": {"eos_token": "<s>"}, "special_tokens_map.json": BOTH},
+        {"tokenizer_config.json": {"eos_token": None}, "special_tokens_map.json": {"eos_token": {"content": "</s>"}}},
+        {"tokenizer_config.json": BOTH, "special_tokens_map.json": {"eos_token": None}},
+        {
+            "tokenizer_config.json": {"eos_token": "<s>", "added_tokens_decoder": {"0": {"content": "<s>"}}},
+            "special_tokens_map.json": BOTH,
+        },
+    ],
+    ids=["none", "map", "both", "null in settings", "null in map", "added tokens"],
+)
+def test_tokens_around_documents_are_those_of_transformers(files: dict[str, Any], tmp_path: Path) -> None:
+    path = save_named(tmp_path, files)
+    theirs, ours = transformers.PreTrainedTokenizerFast.from_pretrained(path), load_tokenizer(path)
+    assert (ours.bos_id, ours.eos_id) == (theirs.bos_token_id, theirs.eos_token_id)

@@ -1,29 +1,36 @@
 """Tokenizers: the bundled one, one trained here, and tokenizer.json."""
 
 import base64
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from components.config import ROOT, ConfigError, load_config
-from components.data.packed import _check_vocabulary
+from components.data.__main__ import prepare_all
+from components.data.packed import _check_vocabulary, build_datasets
 from components.data.tokenizer import (
     SPECIAL_TOKENS,
+    SPLIT_PATTERN,
     JsonTokenizer,
     TiktokenTokenizer,
+    check_tokenizer,
     export_tokenizer,
     find_tokenizer,
     fingerprint,
     load_tokenizer,
+    passed_over,
     train_bpe,
     try_tokenizer,
 )
+from components.launch.orphan import LAUNCHER_PIPE
 
 BUNDLED = "assets/tokenizer"
 TEXTS = [
@@ -114,6 +121,123 @@ def test_first_and_last_token_come_from_the_settings(saved: Path, tmp_path: Path
     assert load_tokenizer(str(saved / "tokenizer.json")).eos_id == 1
     bare = load_tokenizer(str(save_json_tokenizer(tmp_path, settings=False)))
     assert (bare.bos_id, bare.eos_id) == (None, None)
+
+
+BOTH = {"bos_token": "<s>", "eos_token": "</s>"}
+NAMED_ELSEWHERE: list[tuple[dict[str, Any], tuple[int | None, int | None]]] = [
+    ({}, (None, None)),
+    ({"special_tokens_map.json": {"bos_token": "<s>", "eos_token": {"content": "</s>"}}}, (0, 1)),
+    ({"tokenizer_config.json": {}, "special_tokens_map.json": {"eos_token": "</s>"}}, (None, 1)),
+    ({"config.json": {"bos_token_id": 1, "eos_token_id": 1}}, (1, 1)),
+    ({"config.json": {"vocab_size": 4}, "generation_config.json": {"eos_token_id": [1, 0]}}, (None, 1)),
+    ({"special_tokens_map.json": {"bos_token": "<s>"}, "config.json": {"bos_token_id": 1, "eos_token_id": 1}}, (0, 1)),
+    # null names no token; an id that is that of a piece of text is of another tokenizer.
+    (
+        {"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>"}, "config.json": {"bos_token_id": 0}},
+        (None, 1),
+    ),
+    ({"config.json": {"bos_token_id": 5, "eos_token_id": 100_000}}, (None, None)),
+    ({"config.json": {"bos_token_id": None, "eos_token_id": []}}, (None, None)),
+]
+
+
+def save_named(folder: Path, files: dict[str, Any]) -> str:
+    save_json_tokenizer(folder, settings=False)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return str(folder)
+
+
+@pytest.mark.parametrize(("files", "ids"), NAMED_ELSEWHERE, ids=range(len(NAMED_ELSEWHERE)))
+def test_first_and_last_token_come_from_other_files_too(
+    files: dict[str, Any], ids: tuple[int | None, int | None], tmp_path: Path
+) -> None:
+    path = save_named(tmp_path, files)
+    tokenizer = load_tokenizer(path)
+    assert (tokenizer.bos_id, tokenizer.eos_id) == ids
+    none = load_tokenizer(path, "none")
+    assert (none.bos_id, none.eos_id) == (None, None)
+    named = load_tokenizer(path, "<s>")
+    assert (named.bos_id, named.eos_id) == (ids[0], 0)
+    said = check_tokenizer(load_config(["--model.hf_assets_path", path]))
+    assert [f"no file of {path} names an end token; set training.dataset_separator to " in line for line in said] == [
+        True for _ in [ids[1]] if ids[1] is None
+    ]
+    for separator in ("none", "</s>"):
+        words = ["--model.hf_assets_path", path, "--training.dataset_separator", separator]
+        assert check_tokenizer(load_config(words)) == []
+
+
+def test_a_separator_is_a_token_of_the_tokenizer(tmp_path: Path) -> None:
+    for path, right in ((save_named(tmp_path, {}), "</s>"), (BUNDLED, "<|eot_id|>")):
+        job = tmp_path / "job.toml"
+        job.write_text(f'[model]\nhf_assets_path = "{path}"\n[training]\ndataset_separator = "{right[:-1]}"\n')
+        with pytest.raises(ConfigError) as caught:
+            check_tokenizer(load_config(["--job.config_file", str(job)]))
+        (line,) = caught.value.messages
+        assert line.startswith(
+            f'{job}:4: training.dataset_separator = "{right[:-1]}": not a token of {path}; use "{right}", '
+        )
+        assert line.endswith(', "auto" or "none"')
+        with pytest.raises(ConfigError, match=r'training\.dataset_separator: names a token "x!" that'):
+            load_tokenizer(path, "x!")
+    llama = load_tokenizer(BUNDLED, "<|eot_id|>")
+    assert (llama.bos_id, llama.eos_id) == (4096 - 256, 4096 - 256 + 9)
+
+
+@pytest.mark.parametrize(("variables", "times"), [({}, 1), ({"RANK": "1"}, 0), ({LAUNCHER_PIPE: "3"}, 0)])
+def test_a_start_says_that_documents_run_together(
+    variables: dict[str, str],
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A rank says so where no launcher has."""
+    for name in ("RANK", LAUNCHER_PIPE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    path = save_named(tmp_path, {})
+    config = load_config(["--model.hf_assets_path", path, "--training.dataset_path", "none"])
+    for start, right in ((lambda: build_datasets(config, 4096), times), (lambda: prepare_all(config), 1)):
+        with pytest.raises(ConfigError, match="no such file"):
+            start()
+        assert capsys.readouterr().err.count(f"warning: documents run together: no file of {path} ") == right
+
+
+def test_a_named_separator_needs_a_row(saved: Path, tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer.from_file(str(saved / "tokenizer.json"))
+    made.add_special_tokens(["<|end|>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    rows = load_tokenizer(str(tmp_path)).rows
+    assert load_tokenizer(str(tmp_path), "<|end|>").rows == rows + 1
+
+
+@pytest.mark.parametrize("separator", ["auto", "none", "<s>"])
+@pytest.mark.parametrize(
+    "files",
+    [{}, {"special_tokens_map.json": BOTH | {"pad_token": "</s>"}}, {"config.json": {"eos_token_id": 1}}],
+    ids=["nothing", "map", "ids"],
+)
+def test_an_export_names_the_tokens_around_documents(files: dict[str, Any], separator: str, tmp_path: Path) -> None:
+    path = save_named(tmp_path / "given", files)
+    (tmp_path / "out").mkdir()
+    ids = export_tokenizer(path, tmp_path / "out", separator)
+    (tmp_path / "out" / "config.json").write_text(json.dumps(ids))
+    given, again = load_tokenizer(path, separator), load_tokenizer(str(tmp_path / "out"))
+    assert (again.bos_id, again.eos_id) == (given.bos_id, given.eos_id) == (ids["bos_token_id"], ids["eos_token_id"])
+    if "special_tokens_map.json" in files:
+        assert json.loads((tmp_path / "out" / "special_tokens_map.json").read_text())["pad_token"] == "</s>"
+
+
+def test_a_rank_file_is_exported_with_the_separator(tmp_path: Path) -> None:
+    for separator, names in (("<|eot_id|>", ("<|begin_of_text|>", "<|eot_id|>")), ("none", (None, None))):
+        ids = export_tokenizer(BUNDLED, tmp_path, separator)
+        settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        assert (settings["bos_token"], settings["eos_token"]) == names
+        again = load_tokenizer(str(tmp_path))
+        assert (again.bos_id, again.eos_id) == (ids["bos_token_id"], ids["eos_token_id"])
 
 
 def test_a_file_of_any_name_is_exported_under_the_usual_one(saved: Path, tmp_path: Path) -> None:
@@ -233,6 +357,69 @@ def test_a_folder_is_searched_in_one_order(tmp_path: Path, trained: Path) -> Non
     for name in ("b.tiktoken", "a.tiktoken", "tokenizer.model"):
         (tmp_path / name).write_bytes(trained.read_bytes())
         assert find_tokenizer(str(tmp_path)).name == name
+
+
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>"
+
+
+def test_a_sentencepiece_model_is_passed_over(tmp_path: Path, trained: Path) -> None:
+    """As in the folders of Mistral 7B and Gemma."""
+    model = tmp_path / "tokenizer.model"
+    model.write_bytes(SENTENCEPIECE)
+    with pytest.raises(ConfigError, match=r"a SentencePiece model: use a tokenizer\.json, which transformers'"):
+        load_tokenizer(str(tmp_path))
+    save_json_tokenizer(tmp_path)
+    assert isinstance(load_tokenizer(str(tmp_path)), JsonTokenizer)
+    said = f"{tmp_path / 'tokenizer.json'} is read, not the SentencePiece model tokenizer.model beside it"
+    assert passed_over(str(tmp_path)) == [said]
+    assert check_tokenizer(load_config(["--model.hf_assets_path", str(tmp_path)])) == [said]
+    with pytest.raises(ConfigError, match=rf"a SentencePiece model: use {tmp_path / 'tokenizer.json'}"):
+        load_tokenizer(str(model))
+    model.write_bytes(trained.read_bytes())
+    assert isinstance(load_tokenizer(str(tmp_path)), TiktokenTokenizer)
+    assert passed_over(str(tmp_path)) == []
+
+
+def fingerprint_of_before(folder: Path) -> str:
+    """From the time when tokenizer_config.json alone was read."""
+    content = (folder / "tokenizer.json").read_bytes() + (folder / "tokenizer_config.json").read_bytes()
+    return hashlib.blake2b(SPLIT_PATTERN.encode() + content, digest_size=16).hexdigest()
+
+
+def test_a_fingerprint_changes_with_the_tokens_around_documents_alone(tmp_path: Path) -> None:
+    path = save_named(tmp_path, {})
+    bare = fingerprint(path)
+    assert bare == fingerprint(path, "none") != fingerprint(path, "</s>")
+    found = []
+    for name, content in (
+        ("config.json", {"bos_token_id": 0, "eos_token_id": 1}),
+        ("generation_config.json", {"eos_token_id": 0}),
+        ("special_tokens_map.json", BOTH),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+        found += [fingerprint(path), fingerprint(path, "</s>")]
+        assert fingerprint(path, "none") == bare
+    assert {*found} == {found[0]} != {bare}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(BOTH | {"eos_token": "<s>"}))
+    assert fingerprint(path) not in {bare, *found}
+    # A cache of before is taken where it has the same tokens.
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(BOTH))
+    (tmp_path / "special_tokens_map.json").unlink()
+    before = fingerprint_of_before(tmp_path)
+    assert fingerprint(path) == fingerprint(path, "</s>") == before != fingerprint(path, "none")
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(BOTH))
+    assert fingerprint(path) == before
+
+
+def test_a_token_written_twice_is_another_fingerprint(tmp_path: Path) -> None:
+    """Caches of before have a BOS that is EOS twice between documents. A text that BOS alone begins is the same."""
+    path = save_named(tmp_path, {"tokenizer_config.json": {"bos_token": "</s>", "eos_token": "</s>"}})
+    assert fingerprint(path) != fingerprint_of_before(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "</s>"}')
+    assert fingerprint(path) == fingerprint(path, "</s>") == fingerprint_of_before(tmp_path)
+    (said,) = check_tokenizer(load_config(["--model.hf_assets_path", path]))
+    assert said.startswith("documents have no end token, only BOS: ")
+    assert said.endswith('; set training.dataset_separator to "</s>", "<s>"')
 
 
 def test_a_fingerprint_changes_with_the_encoding(saved: Path, trained: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.data.cache import data_spec
 from components.data.sources import BadRecord, find_files, read_documents
 from components.data.stream import check_stream, is_stream
-from components.data.tokenizer import try_tokenizer
+from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings
 from components.optim.optimizer import state_bytes
@@ -69,12 +69,12 @@ def folders(job: Job) -> str:
 
 
 def tokenizer(job: Job) -> str:
-    model, found = job.config.model, try_tokenizer(job.config.model.hf_assets_path)
-    most = sizes(model).vocab_size
+    model, notes = job.config.model, check_tokenizer(job.config)
+    found, most = try_tokenizer(model.hf_assets_path, job.config.training.dataset_separator), sizes(model).vocab_size
     if found > most:
         reason = f"{found} tokens, but {model.name} {model.flavor} has a table of {most}"
         raise ConfigError(mistake(job.config, "model.hf_assets_path", reason))
-    return f"{found:,} tokens, and a table of {most:,}"
+    return "; ".join([f"{found:,} tokens, and a table of {most:,}", *notes])
 
 
 def data(job: Job) -> str:

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Parallelism, Training
 from components.config.files import read_json_as
-from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.data.tokenizer import Tokenizer, load_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
-from components.state.folder import chosen_model, find_checkpoint
+from components.state.folder import chosen_model, find_checkpoint, separator_of
 from components.state.weights import check_weights, load_weights
 from models import MODELS, meta_model
 from models.attention import KERNELS, AttentionCore, Visible
@@ -52,6 +52,8 @@ class Source:
     said: str
     load: Callable[[nn.Module], None]
     """Fills the parameters that this rank has."""
+    separator: str = "auto"
+    """training.dataset_separator of the run."""
 
 
 def open_source(folder: Path, step: int | None) -> Source:
@@ -72,7 +74,7 @@ def _open_run(folder: Path, step: int | None) -> Source:
     load = partial(load_run, config=config, checkpoint=checkpoint)
     said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     model = meta_model(chosen, config["training"]["dtype"])
-    return Source(chosen.name, model, config["model"]["hf_assets_path"], said, load)
+    return Source(chosen.name, model, config["model"]["hf_assets_path"], said, load, separator_of(config))
 
 
 def _open_hugging_face(folder: Path) -> Source:
@@ -94,7 +96,7 @@ def _open_hugging_face(folder: Path) -> Source:
     with torch.device("meta"):
         model = model_class(sizes)
     check_weights(model, folder)
-    # tokenizer.json first: a tokenizer.model may be of another kind.
+    # tokenizer.json first: it says which tokens begin and end a text, a rank file does not.
     tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
     return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
 
@@ -243,14 +245,14 @@ def main(argv: list[str]) -> int:
         parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
     device = init_distributed(300)
     source = open_source(options.source, options.step)
-    tokenizer, rows = load_tokenizer(source.tokenizer), source.model.config.vocab_size
+    tokenizer, rows = load_tokenizer(source.tokenizer, source.separator), source.model.config.vocab_size
     if tokenizer.rows > rows:
         raise ConfigError(f"{source.tokenizer}: {tokenizer.rows} tokens, but {source.name} has a table of {rows}")
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model = build(source, device, getattr(torch, dtype))
     first = dist.get_rank() == 0
     if first:
-        print(f"{source.said}, {dtype}", file=sys.stderr)
+        print(f"{source.said}, {dtype}", *passed_over(source.tokenizer), sep="\n", file=sys.stderr)
     for number, prompt in enumerate(options.prompts):
         sampling = options.tokens, options.temperature, options.top_p, options.seed
         pieces = continue_text(model, tokenizer, prompt, *sampling)

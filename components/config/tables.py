@@ -56,6 +56,9 @@ class Training:
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"
     """Unreadable records: fail stops the run, skip leaves them out and counts them."""
+    dataset_separator: Name = "auto"
+    """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
+    neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
     dataset_cache: PathName = ".cache/tokens"
     """Folder of tokenized data, which runs share; relative to the repository."""
     local_batch_size: Sequences = 8

@@ -8,11 +8,17 @@ from components.config import ConfigError, JobConfig, load_config
 from components.data.cache import data_spec, prepare
 from components.data.hub import fetch
 from components.data.stream import check_stream, is_stream
+from components.data.tokenizer import check_tokenizer
 from components.launch.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:
-    """Makes missing token caches of training and validation data; checks the first document of a stream."""
+    """Makes missing token caches of training and validation data; checks the first document of a stream.
+
+    Warnings about the tokenizer go to the standard error.
+    """
+    for warning in check_tokenizer(config):
+        print(f"warning: {warning}", file=sys.stderr)
     if is_stream(config.training):
         check_stream(config)
     else:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from components.config import ROOT, ConfigError, Training
 from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
+from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.launch.process import cores
 
@@ -48,6 +49,8 @@ class DataSpec:
     skip_errors: bool
     tokenizer_path: str
     cache_folder: Path
+    separator: str = field(default=AUTO, kw_only=True)
+    """training.dataset_separator"""
 
 
 @dataclass
@@ -115,7 +118,8 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
             raise ConfigError(f'training.dataset = "{training.dataset}": not one of {known}; or set dataset_path')
         path = str(REGISTERED[training.dataset])
     folder = ROOT / training.dataset_cache
-    return DataSpec(path, training.dataset_text_field, training.dataset_errors == "skip", tokenizer_path, folder)
+    skip, separator = training.dataset_errors == "skip", training.dataset_separator
+    return DataSpec(path, training.dataset_text_field, skip, tokenizer_path, folder, separator=separator)
 
 
 def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
@@ -144,7 +148,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
     try:
-        try_tokenizer(spec.tokenizer_path)
+        try_tokenizer(spec.tokenizer_path, spec.separator)
         _tokenize(spec, files, staging, folder.name, workers)
         if _key(spec, files) != folder.name:
             raise ConfigError(f"training data {spec.path}: changed while it was read")
@@ -164,7 +168,7 @@ def _key(spec: DataSpec, files: list[Path]) -> str:
 
 def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
     """Hash of all settings that affect how documents become tokens."""
-    parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path))
+    parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path, spec.separator))
     return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
 
 
@@ -194,7 +198,7 @@ def block_hash(content: np.ndarray) -> int:
 
 
 def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
-    tokenizer = load_tokenizer(spec.tokenizer_path)
+    tokenizer = load_tokenizer(spec.tokenizer_path, spec.separator)
     dtype = token_dtype(tokenizer.vocab_size)
     bad: list[str] = []
     ends: list[int] = []
@@ -248,9 +252,8 @@ def tokenized(
     spec.skip_errors the reason is appended to `bad` instead.
     """
     # Spawned workers import only the modules they need, and inherit no locks, threads or signal handlers.
-    pool = ProcessPoolExecutor(
-        workers, multiprocessing.get_context("spawn"), _start_worker, (spec.tokenizer_path, dtype.str)
-    )
+    given = spec.tokenizer_path, spec.separator, dtype.str
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, given)
     waiting: list[tuple[Future[bytes], bool, int, Any]] = []
     with pool:
         for chunk, is_start, is_end, place in _chunks(documents, spec, bad):
@@ -289,11 +292,11 @@ def _cut(document: str, start: int) -> int:
     return next(spaces, last)
 
 
-def _start_worker(tokenizer_path: str, dtype: str) -> None:
+def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path, separator)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
     # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk and drops its tokens.
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
@@ -311,7 +314,10 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 
 
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
-    """Token ids as bytes; BOS is added at the start of a document and EOS at its end, if the tokenizer has them."""
+    """Token ids as bytes, with BOS at the start of a document and EOS at its end, if the tokenizer has them.
+
+    A token that is both is written once, at the start: a text that is generated begins with it, too.
+    """
     tokenizer = _worker["tokenizer"]
     ids = tokenizer.encode(text)
     if _worker["spaces"] and not is_start and text.startswith(" "):
@@ -320,6 +326,6 @@ def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
             ids = after_word[len(word) :]
     if is_start and tokenizer.bos_id is not None:
         ids.insert(0, tokenizer.bos_id)
-    if is_end and tokenizer.eos_id is not None:
+    if is_end and tokenizer.eos_id not in (None, tokenizer.bos_id):
         ids.append(tokenizer.eos_id)
     return np.asarray(ids, dtype=_worker["dtype"]).tobytes()

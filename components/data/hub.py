@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Literal
 
 from components.config import ROOT, ConfigError
+from components.data.special_tokens import NAMING
 
 Kind = Literal["model", "dataset"]
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
 _WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
-_PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
+_PARTS = {"tokenizer": [*_TOKENIZER, *NAMING], "weights": _WEIGHTS}
 
 
 @contextmanager
@@ -94,9 +95,11 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
     size = sum((folder / name).stat().st_size for name in wanted)
     print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
+    if "tokenizer.json" in wanted and "tokenizer.model" in {*names} - {*wanted}:
+        print("tokenizer.model was left out: tokenizer.json is read")
     if kind == "dataset":
         print(f'training.dataset_path = "{folder}"\ntraining.dataset_streaming = true')
-    if kind == "model" and any(fnmatch(name, pattern) for name in wanted for pattern in _TOKENIZER):
+    if kind == "model" and _matching(wanted, _TOKENIZER):
         print(f'model.hf_assets_path = "{folder}"')
     if kind == "model" and any(name.endswith(".safetensors") for name in wanted):
         print(f'checkpoint.initial_load_path = "{folder}"')
@@ -106,7 +109,12 @@ def _wanted(names: list[str], kind: Kind, only: list[str]) -> list[str]:
     """The file names that `only` selects. Default: tokenizer and weights of a model, all files of a dataset."""
     if "all" in only or not only:
         only = ["tokenizer", "weights"] if kind == "model" else ["*"]
-    patterns = [pattern for part in only for pattern in _PARTS.get(part, [part])]
-    if "tokenizer.json" in names:  # tokenizer.model may then have an unsupported format
+    parts = {part: patterns for part, patterns in _PARTS.items() if part != "tokenizer" or _matching(names, _TOKENIZER)}
+    patterns = [pattern for part in only for pattern in parts.get(part, [part])]
+    if "tokenizer.json" in names and "tokenizer.model" not in only:  # which may have an unsupported format
         patterns = [pattern for pattern in patterns if pattern != "tokenizer.model"]
+    return _matching(names, patterns)
+
+
+def _matching(names: list[str], patterns: list[str]) -> list[str]:
     return [name for name in names if any(fnmatch(name, pattern) for pattern in patterns)]

@@ -47,8 +47,12 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
     global_batch_size: the value in the job file; -1 if it follows from the layout.
     """
     order = now["data_order"]
+    # The key of the data is a hash.
+    names = {"data": "the data (text, tokenizer, training.dataset_separator)"}
     changed = [
-        f"{key} was {was}, is {order.get(key)}" for key, was in saved["data_order"].items() if order.get(key) != was
+        f"{names.get(key, key)} was {was}, is {order.get(key)}"
+        for key, was in saved["data_order"].items()
+        if order.get(key) != was
     ]
     size, size_now = saved["global_batch_size"], now["global_batch_size"]
     if global_batch_size == -1 and size != size_now:

@@ -1,6 +1,7 @@
 """Sequences of equal length, cut from a token stream without gaps; held-out data; the datasets of a job."""
 
 import os
+import sys
 from dataclasses import replace
 from typing import Literal
 
@@ -10,7 +11,8 @@ from components.config import ConfigError, JobConfig, mistake
 from components.data.cache import TokenCache, data_spec, prepare
 from components.data.order import sequence_at
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
-from components.data.tokenizer import load_tokenizer
+from components.data.tokenizer import check_tokenizer, load_tokenizer
+from components.launch.orphan import LAUNCHER_PIPE
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
 
@@ -135,7 +137,7 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
 
     All ranks must call this function. Raises ConfigError in three cases:
 
-    - The tokenizer has more tokens than vocab_size.
+    - The tokenizer has more tokens than vocab_size, or lacks training.dataset_separator.
     - There is not enough text.
     - The files on the nodes differ.
     """
@@ -143,6 +145,9 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
 
     from parallelize.groups import gather
 
+    warnings = check_tokenizer(config)
+    if LAUNCHER_PIPE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has printed them
+        print(*(f"warning: {warning}" for warning in warnings), sep="\n", end="\n" * bool(warnings), file=sys.stderr)
     built = _build(config, vocab_size)
     if dist.is_initialized():
         found = gather([(part.key, part.content) for part in built if part is not None])
@@ -190,6 +195,7 @@ def _own_validation(config: JobConfig) -> PackedSequences:
 
 
 def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
-    if found > most and (found := load_tokenizer(config.model.hf_assets_path).rows) > most:
+    tokenizer = config.model.hf_assets_path, config.training.dataset_separator
+    if found > most and (found := load_tokenizer(*tokenizer).rows) > most:
         reason = f"{found} tokens, but {config.model.name} {config.model.flavor} has a table of {most}"
         raise ConfigError(mistake(config, "model.hf_assets_path", reason))

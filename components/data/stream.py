@@ -134,7 +134,7 @@ def sampled(cache_folder: Path, files: list[Path]) -> str:
 
 def check_stream(config: JobConfig) -> None:
     """Raises ConfigError of one line if the first document of the stream cannot be read."""
-    try_tokenizer(config.model.hf_assets_path)
+    try_tokenizer(config.model.hf_assets_path, config.training.dataset_separator)
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
     print(f"streaming {name}, tokens in {spec.folder}", flush=True)

@@ -5,19 +5,20 @@ python -m components.data.tokenizer train --input assets/kjv --vocab-size 4096 -
 
 import argparse
 import base64
+import difflib
 import hashlib
 import itertools
 import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from components.config import ROOT, ConfigError, python_path
-from components.config.files import inside, read_json_as, write_json
+from components.config import ROOT, ConfigError, JobConfig, mistake, python_path
+from components.config.files import inside, read_json, write_json
 from components.config.keys import short
+from components.data.special_tokens import AUTO, NAMING, NONE, SETTINGS, SpecialToken, around_documents, in_settings
 from components.launch.exit_codes import ExitCode
 
 # From Llama 3's tokenizer.py: the split of text before bytes are merged, and 256 special tokens, whose ids follow the
@@ -45,7 +46,14 @@ class Tokenizer(Protocol):
     rows: int
     """Embedding rows needed: 1 + the largest id of text, BOS or EOS."""
     bos_id: int | None
+    """The token before each document."""
     eos_id: int | None
+    """The token after each document, which also ends a generated text. If it is bos_id, it is not repeated."""
+    special: dict[str, int]
+    """Content -> id of the special tokens."""
+
+    def token_id(self, content: str) -> int | None:
+        """The id of a token; None if there is no such token."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -55,9 +63,13 @@ class Tokenizer(Protocol):
 class TiktokenTokenizer:
     """A rank file with lines "<base64 of the bytes> <rank>"; the split and the special tokens are Llama 3's."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, separator: str = AUTO) -> None:
         import tiktoken
 
+        if is_sentencepiece(path):
+            beside = path.with_name("tokenizer.json")
+            use = beside if beside.exists() else "a tokenizer.json, which transformers' save_pretrained writes"
+            raise ConfigError(f"{path}: not a tiktoken rank file but a SentencePiece model: use {use}")
         try:
             lines = [line.split() for line in path.read_bytes().splitlines() if line]
             ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -65,13 +77,15 @@ class TiktokenTokenizer:
             raise ConfigError(f"{path}: not a tiktoken rank file: {error}") from None
         if sorted(ranks.values()) != list(range(len(ranks))) or any(bytes([byte]) not in ranks for byte in range(256)):
             raise ConfigError(f"{path}: not a whole tiktoken rank file: a byte has no rank, or ranks have gaps")
-        specials = {token: len(ranks) + number for number, token in enumerate(SPECIAL_TOKENS)}
+        self.special = {token: len(ranks) + number for number, token in enumerate(SPECIAL_TOKENS)}
         self._encoding = tiktoken.Encoding(
-            path.stem, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=specials
+            path.stem, pat_str=SPLIT_PATTERN, mergeable_ranks=ranks, special_tokens=self.special
         )
-        self.vocab_size = self.rows = len(ranks) + len(specials)
-        self.bos_id: int | None = specials["<|begin_of_text|>"]
-        self.eos_id: int | None = specials["<|end_of_text|>"]
+        self.vocab_size = self.rows = len(ranks) + len(self.special)
+        self.bos_id, self.eos_id = (_id(self, token) for token in _around(path, separator))
+
+    def token_id(self, content: str) -> int | None:
+        return self.special.get(content)
 
     def to_json(self) -> Any:
         """Converts this tokenizer to a tokenizers.Tokenizer, for a tokenizer.json."""
@@ -88,8 +102,9 @@ class TiktokenTokenizer:
         tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
         _split_as_llama(tokenizer)
         tokenizer.add_special_tokens(SPECIAL_TOKENS)
-        first = (SPECIAL_TOKENS[0], self.bos_id)
-        tokenizer.post_processor = processors.TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
+        if self.bos_id is not None:
+            first = (SPECIAL_TOKENS[0], self.bos_id)
+            tokenizer.post_processor = processors.TemplateProcessing(single=f"{first[0]} $A", special_tokens=[first])
         return tokenizer
 
     def encode(self, text: str) -> list[int]:
@@ -99,23 +114,10 @@ class TiktokenTokenizer:
         return self._encoding.decode(ids)
 
 
-@dataclass
-class _AddedToken:
-    content: str
-
-
-@dataclass
-class _Settings:
-    """The fields of tokenizer_config.json that are read."""
-
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-
-
 class JsonTokenizer:
-    """A tokenizer.json; tokenizer_config.json in the same folder names its BOS and EOS tokens."""
+    """A tokenizer.json; files in the same folder name its BOS and EOS tokens (special_tokens.py)."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, separator: str = AUTO) -> None:
         import tokenizers
 
         try:
@@ -128,22 +130,16 @@ class JsonTokenizer:
         self._tokenizer.no_padding()
         # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        settings_file = path.with_name("tokenizer_config.json")
-        settings = read_json_as(_Settings, settings_file) if settings_file.exists() else _Settings()
-        self.bos_id = self._special(settings.bos_token, settings_file)
-        self.eos_id = self._special(settings.eos_token, settings_file)
-        # Some models have fewer embedding rows than their tokenizer has tokens: Gemma 3's last token is for images.
         added = self._tokenizer.get_added_tokens_decoder()
-        unused = {number for number, token in added.items() if token.special} - {self.bos_id, self.eos_id}
+        self.special = {token.content: number for number, token in added.items() if token.special}
+        self.bos_id, self.eos_id = (_id(self, token) for token in _around(path, separator))
+        # Some models have fewer embedding rows than their tokenizer has tokens: Gemma 3's last token is for images.
+        unused = {*self.special.values()} - {self.bos_id, self.eos_id}
         used = {*self._tokenizer.get_vocab(with_added_tokens=True).values()} - unused
         self.rows = 1 + max(used, default=-1)
 
-    def _special(self, token: "str | _AddedToken | None", settings_file: Path) -> int | None:
-        content = token.content if isinstance(token, _AddedToken) else token
-        found = None if content is None else self._tokenizer.token_to_id(content)
-        if content is not None and found is None:
-            raise ConfigError(f'{settings_file}: names a token "{content}" that the tokenizer does not have')
-        return found
+    def token_id(self, content: str) -> int | None:
+        return self._tokenizer.token_to_id(content)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -152,8 +148,38 @@ class JsonTokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
+def _around(file: Path, separator: str) -> tuple[SpecialToken, SpecialToken]:
+    """The tokens before and after each document; those of a rank file are Llama 3's."""
+    if file.suffix == ".json":
+        return around_documents(file, separator)
+    first, last = (SpecialToken(token, str(file)) for token in SPECIAL_TOKENS[:2])
+    named = {AUTO: last}.get(separator, SpecialToken(separator, "training.dataset_separator"))
+    return (SpecialToken(), SpecialToken()) if separator == NONE else (first, named)
+
+
+def _id(tokenizer: Tokenizer, special: SpecialToken) -> int | None:
+    """The token's id. An id from a model's config.json may belong to another tokenizer: only special tokens count.
+
+    Raises ConfigError if the tokenizer does not have a token that is named by its content.
+    """
+    if isinstance(special.token, int):
+        return special.token if special.token in tokenizer.special.values() else None
+    found = None if special.token is None else tokenizer.token_id(special.token)
+    if special.token is not None and found is None:
+        raise ConfigError(f'{special.origin}: names a token "{special.token}" that the tokenizer does not have')
+    return found
+
+
+def is_sentencepiece(file: Path) -> bool:
+    """Whether a tokenizer.model is a SentencePiece model (protobuf), which has zero bytes; a rank file is text."""
+    if not file.is_file():
+        return False
+    with file.open("rb") as opened:
+        return b"\0" in opened.read(1024)
+
+
 def find_tokenizer(path: str) -> Path:
-    """The tokenizer's file: path, or the tokenizer file in the folder path.
+    """The tokenizer's file: path, or the tokenizer file in the folder path, a SentencePiece model last.
 
     A relative path starts at the current folder or, if nothing is there, at the repository. Raises ConfigError that
     says how to get a tokenizer.
@@ -162,8 +188,9 @@ def find_tokenizer(path: str) -> Path:
     found = given if given.exists() else ROOT / given
     if found.is_dir():
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
+        candidates.sort(key=is_sentencepiece)
         folder, found = found, next((candidate for candidate in candidates if candidate.exists()), found)
-        for file in (found, folder / "tokenizer_config.json"):
+        for file in (found, *(folder / name for name in NAMING)):
             if not inside(folder, file):
                 raise ConfigError(
                     f"model.hf_assets_path: {file} leads out of its folder: give the path that it leads to"
@@ -176,13 +203,13 @@ def find_tokenizer(path: str) -> Path:
     return found
 
 
-def load_tokenizer(path: str) -> Tokenizer:
-    """Loads the tokenizer that find_tokenizer finds. Raises ConfigError."""
+def load_tokenizer(path: str, separator: str = AUTO) -> Tokenizer:
+    """Loads the tokenizer that find_tokenizer finds; separator: training.dataset_separator. Raises ConfigError."""
     file = find_tokenizer(path)
-    return JsonTokenizer(file) if file.suffix == ".json" else TiktokenTokenizer(file)
+    return (JsonTokenizer if file.suffix == ".json" else TiktokenTokenizer)(file, separator)
 
 
-def try_tokenizer(path: str) -> int:
+def try_tokenizer(path: str, separator: str = AUTO) -> int:
     """Tries a tokenizer and returns its `rows`. A subprocess does the test, because the library aborts on some files.
 
     Raises ConfigError.
@@ -190,6 +217,7 @@ def try_tokenizer(path: str) -> int:
     file = find_tokenizer(path)
     command = [sys.executable, "-P", "-m", "components.data.tokenizer", "try", "--input", str(file.absolute())]
     environment = {**os.environ, "PYTHONPATH": python_path()}
+    command.append(f"--separator={separator}")
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
     if done.returncode == ExitCode.CONFIG:
         raise ConfigError(done.stderr.strip())
@@ -198,41 +226,93 @@ def try_tokenizer(path: str) -> int:
     return int(done.stdout)
 
 
-def _try(file: str) -> None:
+def _try(file: str, separator: str) -> None:
     """Runs in the subprocess of try_tokenizer."""
-    tokenizer = load_tokenizer(file)
+    tokenizer = load_tokenizer(file, separator)
     tokenizer.decode(tokenizer.encode("In the beginning, naïve 日本 <|eot_id|>\n"))
     print(tokenizer.rows)
 
 
-def fingerprint(path: str) -> str:
-    """Hash that changes whenever the tokenizer's encoding changes."""
+def fingerprint(path: str, separator: str = AUTO) -> str:
+    """Hash that changes whenever the tokenizer's encoding, or a token around documents, changes."""
     file = find_tokenizer(path)
-    settings = file.with_name("tokenizer_config.json")
+    settings = file.with_name(SETTINGS)
     content = file.read_bytes() + (settings.read_bytes() if settings.exists() else b"")
+    # The content says which tokens tokenizer_config.json names. Hashing other tokens alone keeps the keys of caches
+    # from the time when that file was the only one to be read, and a token that was both BOS and EOS was written twice.
+    named = [special.token for special in _around(file, separator)]
+    before = [special.token for special in (in_settings(file) if file.suffix == ".json" else _around(file, AUTO))]
+    if named != before or named[0] == named[1]:
+        tokenizer = load_tokenizer(path, separator)
+        ids = [tokenizer.bos_id, None if tokenizer.eos_id == tokenizer.bos_id else tokenizer.eos_id]
+        if ids != [tokenizer.token_id(token) if isinstance(token, str) else None for token in before]:
+            content += repr(ids).encode()
     return hashlib.blake2b(SPLIT_PATTERN.encode() + content, digest_size=16).hexdigest()
 
 
-def export_tokenizer(path: str, folder: Path) -> dict[str, int]:
-    """Writes the tokenizer in the format of transformers; returns bos_token_id and eos_token_id for config.json."""
+def passed_over(path: str) -> list[str]:
+    """A line if a SentencePiece model lies beside the tokenizer.json that is read instead."""
     file = find_tokenizer(path)
-    tokenizer = load_tokenizer(path)
+    other = file.with_name("tokenizer.model")
+    return [f"{file} is read, not the SentencePiece model {other.name} beside it"] if is_sentencepiece(other) else []
+
+
+def check_tokenizer(config: JobConfig) -> list[str]:
+    """Lines about the tokenizer that a start says: the file that is passed over, documents that have no end token.
+
+    Raises ConfigError if the tokenizer lacks the token of training.dataset_separator.
+    """
+    path, separator = config.model.hf_assets_path, config.training.dataset_separator
+    lines = passed_over(path)
+    if separator not in (AUTO, NONE):
+        tokenizer = load_tokenizer(path, NONE)
+        if tokenizer.token_id(separator) is None:
+            reason = f'not a token of {path}; use {_listed(separator, tokenizer)}, "{AUTO}" or "{NONE}"'
+            raise ConfigError(mistake(config, "training.dataset_separator", reason))
+    elif separator == AUTO and not isinstance(_around(find_tokenizer(path), AUTO)[1].token, str):
+        tokenizer = load_tokenizer(path)
+        if tokenizer.eos_id is None:
+            use = _listed("<|endoftext|></s>", tokenizer)
+            together, meant = "documents have no end token, only BOS", ""
+            if tokenizer.bos_id is None:
+                together, meant = "documents run together", f' or, if this is meant, to "{NONE}"'
+            reason = f"no file of {path} names an end token; set training.dataset_separator to {use}{meant}"
+            lines.append(f"{together}: {reason}")
+    return lines
+
+
+def _listed(wanted: str, tokenizer: Tokenizer) -> str:
+    """Three special tokens, the nearest to the wanted one first."""
+    near = difflib.get_close_matches(wanted, tokenizer.special, 3, 0.0)
+    return ", ".join(f'"{token}"' for token in near) or "a token of the tokenizer"
+
+
+def export_tokenizer(path: str, folder: Path, separator: str = AUTO) -> dict[str, int | None]:
+    """Writes the tokenizer, with the names of its BOS and EOS tokens, in the format of transformers.
+
+    Returns bos_token_id, eos_token_id and pad_token_id for config.json, None for those that there are not.
+    """
+    file = find_tokenizer(path)
+    tokenizer = load_tokenizer(path, separator)
+    content: dict[Any, str] = {number: token for token, number in tokenizer.special.items()}
+    named = [content.get(each.token, each.token) for each in _around(file, separator)]
+    names = dict(zip(("bos_token", "eos_token"), named, strict=True))
     if isinstance(tokenizer, TiktokenTokenizer):
         tokenizer.to_json().save(str(folder / "tokenizer.json"))
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": "<|begin_of_text|>",
-            "eos_token": "<|end_of_text|>",
-            "clean_up_tokenization_spaces": False,
-        }
-        write_json(folder / "tokenizer_config.json", settings)
+        settings = {"tokenizer_class": _CLASS, **names, "clean_up_tokenization_spaces": False}
+        write_json(folder / SETTINGS, settings)
     else:
         shutil.copyfile(file, folder / "tokenizer.json")
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):
+        for name in (SETTINGS, "special_tokens_map.json", "chat_template.jinja"):
             if (source := file.with_name(name)).exists():
                 shutil.copyfile(source, folder / name)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
-    return {name: number for name, number in ids.items() if number is not None}
+        if named != [each.token for each in _around(file, AUTO)]:
+            for name, default in ((SETTINGS, {"tokenizer_class": _CLASS}), ("special_tokens_map.json", {})):
+                write_json(folder / name, (read_json(folder / name) if (folder / name).exists() else default) | names)
+    return {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": None}
+
+
+_CLASS = "PreTrainedTokenizerFast"
 
 
 def train_bpe(files: list[Path], vocab_size: int, output: Path) -> None:
@@ -299,9 +379,10 @@ def main(argv: list[str]) -> None:
     command.add_argument("--output", type=Path, required=True, help="the rank file to write")
     trying = commands.add_parser("try", help="load a tokenizer, and print the size of its vocabulary")
     trying.add_argument("--input", required=True, help="its file")
+    trying.add_argument("--separator", default=AUTO, help="training.dataset_separator")
     arguments = parser.parse_args(argv)
     if arguments.command == "try":
-        return _try(arguments.input)
+        return _try(arguments.input, arguments.separator)
     files = sorted(arguments.input.rglob("*.txt")) if arguments.input.is_dir() else [arguments.input]
     train_bpe(files, arguments.vocab_size, arguments.output)
     return print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")

@@ -18,7 +18,7 @@ from components.config import ConfigError, JobConfig, Lora
 from components.config.files import read_json, write_json
 from components.state.base import check_base, load_run, read_base
 from components.state.checkpoint import Checkpointer
-from components.state.folder import chosen_model
+from components.state.folder import chosen_model, separator_of
 from components.state.tensors import check_finite, load_tensors
 from components.state.together import read_together, together
 from components.state.weights import Folder, export, put_in_place
@@ -38,7 +38,7 @@ def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torc
     if chosen.lora.rank:
         export_adapters(config, checkpoint, path, dtype)
     else:
-        export(meta_model(chosen), checkpoint, path, config["model"]["hf_assets_path"], dtype)
+        export(meta_model(chosen), checkpoint, path, config["model"]["hf_assets_path"], dtype, separator_of(config))
 
 
 def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
@@ -209,4 +209,4 @@ def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dty
     load_run(model, config, checkpoint)
     check_base(model, checkpoint)
     plain = meta_model(replace(chosen, lora=Lora()))
-    export(plain, merged(model), path, config["model"]["hf_assets_path"], dtype)
+    export(plain, merged(model), path, config["model"]["hf_assets_path"], dtype, separator_of(config))

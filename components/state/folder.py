@@ -144,6 +144,11 @@ def chosen_model(config: dict[str, Any]) -> Model:
     return Model(name=model["name"], flavor=model["flavor"], rope_scaling=RopeScaling(**rope), lora=Lora(**lora))
 
 
+def separator_of(config: dict[str, Any]) -> str:
+    """training.dataset_separator of a run's job file, which older runs lack."""
+    return str(config["training"].get("dataset_separator", "auto"))
+
+
 def listed(there: list[Saved]) -> str:
     """Their steps, as text."""
     return ", ".join(str(saved.step) for saved in sorted(there, key=lambda saved: saved.step)) or "none"

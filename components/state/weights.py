@@ -179,12 +179,18 @@ def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) 
 
 
 def export(
-    model: HuggingFaceModel, source: Path | Mapping[str, Tensor], path: Path, tokenizer: str, dtype: torch.dtype
+    model: HuggingFaceModel,
+    source: Path | Mapping[str, Tensor],
+    path: Path,
+    tokenizer: str,
+    dtype: torch.dtype,
+    separator: str = "auto",
 ) -> None:
     """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces one there.
 
-    model: the whole model, on the meta device. Ranks share the files, and hold one file's tensors at a time. Raises
-    OSError on every rank if any rank cannot write; an earlier folder is then untouched.
+    model: the whole model, on the meta device; separator: training.dataset_separator. Ranks share the files, and hold
+    one file's tensors at a time. Raises OSError on every rank if any rank cannot write; an earlier folder is then
+    untouched.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = path.with_name(f".staging-{path.name}")
@@ -230,9 +236,11 @@ def export(
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
-        tokens = export_tokenizer(tokenizer, staging)
+        tokens = export_tokenizer(tokenizer, staging, separator)
         kind = str(dtype).removeprefix("torch.")
+        # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
+        write_json(staging / "generation_config.json", tokens)
         put_in_place(staging, path)
 
     weights = {} if isinstance(source, Path) else source
