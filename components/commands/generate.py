@@ -88,11 +88,10 @@ def _open_hugging_face(folder: Path) -> Source:
         if name is None:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
         model_class, flavors = MODELS[name]
-        sizes = from_hugging_face(given, type(next(iter(flavors.values()))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with torch.device("meta"):
+            model = model_class(from_hugging_face(given, type(next(iter(flavors.values())))))
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    with torch.device("meta"):
-        model = model_class(sizes)
     check_weights(model, folder)
     # tokenizer.json first: a tokenizer.model may be of another kind.
     tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
