@@ -196,13 +196,50 @@ def check(folder: Path, *more: str) -> list[str]:
     return []
 
 
-def test_a_head_beside_the_embedding_it_is_tied_to_fits(folder: Path, tmp_path: Path) -> None:
+def test_a_head_beside_the_embedding_it_is_tied_to_is_taken_if_it_is_equal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some files of models with tied weights hold the table twice."""
+    monkeypatch.setattr(weights, "_AT_ONCE", 1000)
     copy = tmp_path / folder.name
     copy.mkdir()
     every = tensors(folder)
-    save_file({"lm_head.weight": every["model.embed_tokens.weight"].clone()} | every, copy / "model.safetensors")
+    head = every["model.embed_tokens.weight"].clone()
+    save_file({"lm_head.weight": head} | every, copy / "model.safetensors")
     assert check(copy) == []
+    if not folder.name.endswith("_tied"):
+        return
+    head[-1, -1] += 1
+    save_file(every | {"lm_head.weight": head}, copy / "model.safetensors")
+    (said,) = check(copy)
+    assert "lm_head.weight differs from model.embed_tokens.weight, to which this model ties it: " in said
+    assert "tie_word_embeddings to false" in said
+    save_file(every | {"lm_head.weight": head[:-1].clone()}, copy / "model.safetensors")
+    assert "lm_head.weight differs" in check(copy)[0]
+
+
+def test_all_that_is_not_read_is_said(tmp_path: Path) -> None:
+    """Also that two files may be meant."""
+    model = meta_model(Model(name="deepseek_v3", flavor="tiny_sigmoid"))
+    parts = [part for name, each in model.named_parameters() for part in weights._pieces(model, name, each)]
+    every = {part.name: torch.ones(piece.shape) for part, piece in parts}
+    save_file(every, tmp_path / "model.safetensors")
+    assert weights.left_out(model, tmp_path) == ""
+    behind = f"model.layers.{model.config.n_layers}.eh_proj.weight"
+    every |= {behind: torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    (tmp_path / "model.safetensors").unlink()
+    save_file(every, tmp_path / "one.safetensors")
+    save_file({"more": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(every, "one.safetensors")}))
+    weights.check_weights(model, tmp_path)
+    assert weights.left_out(model, tmp_path) == (
+        "; not read: 2 tensors that the model does without, such as model.layers.0.self_attn.rotary_emb.inv_freq; "
+        "consolidated.safetensors, which the index does not name"
+    )
+    (tmp_path / "consolidated.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"model.safetensors and {index.name}, which does not name it: remove one"):
+        weights.Folder(tmp_path)
 
 
 def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from components.data.tokenizer import Tokenizer, load_tokenizer
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint
-from components.state.weights import check_weights, load_weights
+from components.state.weights import check_weights, left_out, load_weights
 from models import MODELS, meta_model
 from models.attention import KERNELS, AttentionCore, Visible
 from models.hugging_face import from_hugging_face
@@ -95,7 +95,8 @@ def _open_hugging_face(folder: Path) -> Source:
     check_weights(model, folder)
     # tokenizer.json first: a tokenizer.model may be of another kind.
     tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
-    return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
+    said = f"{name} from {folder}{left_out(model, folder)}"
+    return Source(name, model, str(tokenizer), said, lambda model: load_weights([model], folder))
 
 
 def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:

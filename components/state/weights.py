@@ -25,10 +25,12 @@ from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
 from models.hugging_face import Part
-from models.parameters import is_adapter
+from models.parameters import is_adapter, tied_names
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
+_AT_ONCE = 1 << 24
+"""Elements of tied matrices that are compared at once."""
 
 
 class HuggingFaceModel(Protocol):
@@ -80,9 +82,13 @@ class Folder:
 
         self.path = path
         stored: dict[str, Any] = {}
-        index = path / "model.safetensors.index.json"
+        index, single = path / "model.safetensors.index.json", "model.safetensors"
         try:
             names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
+            self.left_out = sorted({*self._all()} - {*names})
+            """Files that the index does not name."""
+            if single in self.left_out:
+                raise ConfigError(f"{path}: {single} and {index.name}, which does not name it: remove one of the two")
             if outside := [name for name in names if Path(name).name != name or not inside(path, path / name)]:
                 raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
@@ -130,10 +136,9 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
         for name, shape in wanted.items()
         if there.get(name, shape) != shape
     ]
-    # Some files of models with tied weights hold both head and embedding.
-    named = model.named_parameters(remove_duplicate=False)
-    all_names = {part.name for name, parameter in named for part, _ in _pieces(model, name, parameter)}
-    extra = sorted(there.keys() - all_names)
+    tied = {_part(model.hf_name(name)).name: _part(model.hf_name(first)).name for name, first in tied_names(model)}
+    misfits += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
+    extra = sorted(there.keys() - wanted.keys() - tied.keys())
     misfits += [f"{name} is not in this model" for name in extra if not model.hf_ignores(name)]
     config_file = path / "config.json"
     given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
@@ -141,6 +146,36 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
     return folder.widens
+
+
+def _same(folder: Folder, name: str, first: str) -> bool:
+    """Whether two matrices are equal, or one of them is missing."""
+    shapes = folder.shapes()
+    if name not in shapes or first not in shapes or shapes[name] != shapes[first]:
+        return name not in shapes or first not in shapes
+    rows, columns = shapes[name]
+    at_once = max(1, _AT_ONCE // columns)
+    parts = ((slice(row, min(row + at_once, rows)), slice(0, columns)) for row in range(0, rows, at_once))
+    return all(folder.read(name, part).equal(folder.read(first, part)) for part in parts)
+
+
+def _another(name: str, first: str) -> str:
+    return (
+        f"{name} differs from {first}, to which this model ties it: to keep both, set tie_word_embeddings to false in "
+        f"config.json and use a flavor with tie_embeddings = False; to drop it, remove {name} from the folder"
+    )
+
+
+def left_out(model: HuggingFaceModel, path: Path) -> str:
+    """Names what a folder that check_weights has accepted holds beside the model, to be added to a line; may be empty.
+
+    Raises ConfigError if a file cannot be read.
+    """
+    folder = Folder(path)
+    ignored = sorted(filter(model.hf_ignores, folder.shapes()))
+    said = [f"{len(ignored)} tensors that the model does without, such as {ignored[0]}"] if ignored else []
+    said += [f"{name}, which the index does not name" for name in folder.left_out]
+    return f"; not read: {'; '.join(said)}" if said else ""
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
