@@ -1,11 +1,12 @@
 """Weights from Hugging Face and back: the same bytes at every layout, and no rank reads or holds more than its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,53 @@ def test_a_head_beside_the_embedding_it_is_tied_to_is_taken_if_it_is_equal(
     assert "tie_word_embeddings to false" in said
     save_file(every | {"lm_head.weight": head[:-1].clone()}, copy / "model.safetensors")
     assert "lm_head.weight differs" in check(copy)[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_of_a_compiled_and_of_a_base_model_are_read(tied: bool, tmp_path: Path) -> None:
+    model = meta_model(Model(name="llama", flavor="tiny_tied" if tied else "tiny"))
+    shapes = {model.hf_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    right = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def save(rename: Callable[[str], str], **more: Tensor) -> None:
+        save_file({rename(name): tensor for name, tensor in right.items()} | more, tmp_path / "model.safetensors")
+
+    compiled: Callable[[str], str] = "_orig_mod.{}".format
+    for rename in (
+        compiled,
+        partial(re.sub, r"(layers\.\d+\.)", r"\1_orig_mod."),
+        lambda name: name.removeprefix("model."),
+    ):
+        save(rename)
+        weights.check_weights(model, tmp_path)
+        folder = weights.Folder(tmp_path)
+        assert all(folder.read(name, tuple(map(slice, each.shape))).equal(each) for name, each in right.items())
+    save(compiled, **{"model.norm.weight": torch.ones(64)})
+    with pytest.raises(ConfigError, match=r"model.norm.weight is there with and without _orig_mod"):
+        weights.Folder(tmp_path)
+    lost = right.pop("model.embed_tokens.weight" if tied else "lm_head.weight")
+    save(lambda name: name)
+    assert misfits(model, tmp_path) == [f"{'model.embed_tokens' if tied else 'lm_head'}.weight is missing"]
+    save("module.{}".format, a=lost)
+    assert misfits(model, tmp_path) == [
+        "holds no tensor of this model by its name: model.embed_tokens.weight is a name here, a one there"
+    ]
+
+
+def misfits(model: Any, folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        weights.check_weights(model, folder)
+    return [message.removeprefix(f"{folder}: ") for message in caught.value.messages]
+
+
+def test_many_misfits_of_one_kind_are_counted(tmp_path: Path) -> None:
+    small, other = (meta_model(Model(name="llama", flavor=flavor)) for flavor in ("tiny", "tiny_wide"))
+    shapes = {other.hf_name(name): parameter.shape for name, parameter in other.named_parameters()}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    said = misfits(small, tmp_path)
+    assert len(said) == 8
+    assert said[-1] == f"and {len(shapes) - 7} more like this"
 
 
 def test_all_that_is_not_read_is_said(tmp_path: Path) -> None:

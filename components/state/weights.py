@@ -29,6 +29,8 @@ from models.parameters import is_adapter, tied_names
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
+_SHOWN = 8
+"""Misfits of one kind that are listed."""
 _AT_ONCE = 1 << 24
 """Elements of tied matrices that are compared at once."""
 
@@ -97,6 +99,7 @@ class Folder:
                 if twice := stored.keys() & tensors.keys():
                     raise ConfigError(f"{path}: {min(twice)} is in {file} and in another file")
                 stored |= tensors
+            stored = _renamed(stored)
             config = path / "config.json"
             given = read_json_as(_Config, config).quantization_config if config.exists() else None
             wide, narrow = widened(stored, given)
@@ -119,6 +122,26 @@ class Folder:
         return self._tensors[name][where]
 
 
+_COMPILED = "_orig_mod."
+"""Part of a name that torch.compile adds."""
+
+
+def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by transformers' names, which a compiled model, and one that was saved without its head, has changed.
+
+    Raises ValueError if two get the same name.
+    """
+    names = {name: name.replace(_COMPILED, "") for name in stored}
+    if "embed_tokens.weight" in names.values():
+        names = {name: each if each.startswith("lm_head.") else f"model.{each}" for name, each in names.items()}
+    renamed: dict[str, Any] = {}
+    for name, each in names.items():
+        if each in renamed:
+            raise ValueError(f"{each} is there with and without {_COMPILED} in its name")
+        renamed[each] = stored[name]
+    return renamed
+
+
 def check_weights(model: HuggingFaceModel, path: Path) -> bool:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model.
 
@@ -130,22 +153,30 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
             wanted[part.name] = part.whole_shape(tuple(piece.shape))
     folder = Folder(path)
     there = folder.shapes()
-    misfits = [f"{name} is missing" for name in wanted if name not in there]
-    misfits += [
+    missing = [f"{name} is missing" for name in wanted if name not in there]
+    other = [
         f"{name} is {there[name]} there and {shape} here"
         for name, shape in wanted.items()
         if there.get(name, shape) != shape
     ]
     tied = {_part(model.hf_name(name)).name: _part(model.hf_name(first)).name for name, first in tied_names(model)}
-    misfits += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
-    extra = sorted(there.keys() - wanted.keys() - tied.keys())
-    misfits += [f"{name} is not in this model" for name in extra if not model.hf_ignores(name)]
+    other += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
+    behind = sorted(there.keys() - wanted.keys() - tied.keys())
+    extra = [f"{name} is not in this model" for name in behind if not model.hf_ignores(name)]
+    if len(missing) == len(wanted):
+        named = f"{next(iter(wanted))} is a name here, {min(there)} one there"
+        missing, extra = [f"holds no tensor of this model by its name: {named}"], []
+    misfits = [line for lines in (missing, other, extra) for line in _first_few(lines)]
     config_file = path / "config.json"
     given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
     misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
     return folder.widens
+
+
+def _first_few(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _SHOWN else [*lines[: _SHOWN - 1], f"and {len(lines) - _SHOWN + 1} more like this"]
 
 
 def _same(folder: Folder, name: str, first: str) -> bool:
