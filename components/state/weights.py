@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.config import ConfigError
-from components.config.files import inside, read_json_as, write_json
+from components.config.files import inside, read_json_as, refuse_pointer, write_json
 from components.data.tokenizer import export_tokenizer
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
@@ -94,6 +94,7 @@ class Folder:
             if outside := [name for name in names if Path(name).name != name or not inside(path, path / name)]:
                 raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
+                refuse_pointer(path / file)
                 opened = safe_open(path / file, "pt")
                 tensors = {name: opened.get_slice(name) for name in set(opened.keys())}
                 if twice := stored.keys() & tensors.keys():
