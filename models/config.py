@@ -16,7 +16,7 @@ class TransformerConfig:
     hf_fixed: ClassVar[dict[str, Any]] = FIXED
     """Fields of config.json whose value is the same for every model of the family."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
-    """model_type -> transformers' defaults for fields that a config.json may omit and that shapes do not reveal."""
+    """model_type -> transformers' defaults for fields that a config.json omits: default_sizes and more."""
 
     dim: int
     n_layers: int

@@ -17,11 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
-from models.hugging_face import FIELDS, FIXED, Part
+from models.hugging_face import FIELDS, FIXED, Part, default_sizes
 from models.moe import MixtureBlock, MixtureConfig, MixtureTransformer
 from models.parameters import MATRIX, NORM, Kind
 from models.rotary import RopeScaling, apply_rotary
 from models.transformer import Block
+
+_SHARED_DEFAULTS: dict[str, Any] = {
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,13 @@ class DeepseekV3Config(MixtureConfig):
     }
     hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"moe_layer_freq": 1, "rope_interleave": True}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
-        "deepseek_v3": {
+        "deepseek_v3": _SHARED_DEFAULTS
+        | default_sizes(7168, 61, 128, 128, 18_432, 129_280, 4096)
+        | {
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "moe_intermediate_size": 2048,
+            "n_shared_experts": 1,
             "scoring_func": "sigmoid",
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
@@ -55,7 +69,20 @@ class DeepseekV3Config(MixtureConfig):
             "n_group": 8,
             "topk_group": 4,
         },
-        "deepseek_v2": {"scoring_func": "softmax", "norm_topk_prob": False},
+        "deepseek_v2": _SHARED_DEFAULTS
+        | default_sizes(4096, 32, 32, None, 11_008, 102_400, 2048)
+        | {
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "moe_intermediate_size": 1407,
+            "n_shared_experts": 2,
+            "scoring_func": "softmax",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "num_experts_per_tok": None,
+            "n_group": None,
+            "topk_group": None,
+        },
     }
 
     n_dense_layers: int

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.attention import Visible
 from models.config import TransformerConfig
-from models.hugging_face import FIELDS, NAMES
+from models.hugging_face import FIELDS, NAMES, default_sizes
 from models.layers import Attention, FeedForward
 from models.parameters import KINDS, NORM, Kind
 from models.rotary import RopeScaling
@@ -34,7 +34,9 @@ class Gemma3Config(TransformerConfig):
         "use_bidirectional_attention": False,
     }
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
-        "gemma3_text": {"rope_theta": 1_000_000.0, "sliding_window": 4096, "query_pre_attn_scalar": 256},
+        "gemma3_text": default_sizes(2304, 26, 8, 4, 9216, 262_208, 131_072)
+        | {"head_dim": 256, "query_pre_attn_scalar": 256, "rope_theta": 1_000_000.0, "tie_word_embeddings": True}
+        | {"sliding_window": 4096, "sliding_window_pattern": 6, "rope_local_base_freq": 10_000.0},
     }
     head_size: int = 256
     query_size: int = 256

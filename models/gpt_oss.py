@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from models.config import TransformerConfig
-from models.hugging_face import Part
+from models.hugging_face import Part, default_sizes
 from models.moe import MixtureConfig, MixtureTransformer
 from models.rotary import RopeScaling
 
@@ -28,9 +28,13 @@ class GptOssConfig(MixtureConfig):
         "hidden_act": "silu",
         "attention_bias": True,
         "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
     }
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
-        "gpt_oss": {
+        "gpt_oss": default_sizes(2880, 36, 64, 8, 2880, 201_088, 131_072)
+        | {
+            "head_dim": 64,
+            "num_local_experts": 128,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150_000.0,
             "sliding_window": 128,

@@ -1,9 +1,10 @@
 """Hugging Face's names of parameters, and its config.json."""
 
+import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -49,12 +50,25 @@ _SCALING: dict[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", *_YARN),
 }
 """rope_type -> the fields of RopeScaling that it uses."""
-_NEWER = {"num_experts": "num_local_experts"}
-"""Field in the published files -> its new name in transformers 5."""
-DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
-"""transformers' defaults for fields that a config.json may omit; hf_defaults has those of single model types."""
+_NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
+"""Names of one field: transformers reads both."""
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
+"""transformers' defaults that most families share, for fields that a config.json omits; hf_defaults has the others."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
 """Fields of config.json that have one value for most families; default of hf_fixed."""
+
+
+def default_sizes(
+    hidden_size: int,
+    num_hidden_layers: int,
+    num_attention_heads: int,
+    num_key_value_heads: int | None,
+    intermediate_size: int,
+    vocab_size: int,
+    max_position_embeddings: int,
+) -> dict[str, Any]:
+    """The part of hf_defaults that every model type has: transformers' default sizes."""
+    return dict(locals())
 
 
 class Part(NamedTuple):
@@ -131,16 +145,25 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
 
     Raises ValueError for a setting that the model family does not have.
     """
-    given = DEFAULTS | config_class.hf_defaults.get(given.get("model_type"), {}) | given
-    rope, unsupported = given.get("rope_parameters") or given.get("rope_scaling") or {}, []
+    tables = config_class.hf_defaults
+    defaults = DEFAULTS | tables.get(given.get("model_type"), next(iter(tables.values()), {}))
+    experts = {name: given[other] for name in _NAMES_OF_EXPERTS for other in _NAMES_OF_EXPERTS if other in given}
+    given = defaults | experts | given
+    scaling = given.get("rope_scaling") or defaults.get("rope_scaling")  # null is the default
+    rope, unsupported = given.get("rope_parameters") or scaling or {}, []
     if "full_attention" in rope:  # settings by type of layer
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
-        given = given | {"rope_local_base_freq": windowed.get("rope_theta")}
+        if "rope_theta" in windowed:
+            given = given | {"rope_local_base_freq": windowed["rope_theta"]}
         if windowed.get("rope_type", "default") != "default":
             unsupported.append(f"rope_type = {windowed['rope_type']} of sliding_attention")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     fixed = {name: given.get(name, value) for name, value in config_class.hf_fixed.items()}
-    unsupported += [f"{name} = {value}" for name, value in fixed.items() if value != config_class.hf_fixed[name]]
+    unsupported += [
+        f"{name} = {value}"
+        for name, value in fixed.items()
+        if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null is no, and is []
+    ]
     if rope_type not in ("default", *_SCALING):
         unsupported.append(f"rope_type = {rope_type}")
     elif rope_type in _SCALING and rope.get("factor") is None:
@@ -150,9 +173,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     if unsupported:
         raise ValueError(f"{', '.join(unsupported)}: not available")
     values = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
-    values |= {name: given[newer] for name, newer in _NEWER.items() if newer in given}
-    hf_fields = config_class.hf_fields.items()
-    fields = {field: values[hf_field] for field, hf_field in hf_fields if values.get(hf_field) is not None}
+    sizes = _sizes(values, config_class)
     scaling = None
     if rope_type in _SCALING:
         length = "original_max_position_embeddings"
@@ -161,7 +182,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         scaling = RopeScaling(
             rope_type, **{name: rope[name] for name in _SCALING[rope_type] if rope.get(name) is not None}
         )
-    config = config_class(**fields, rope_scaling=scaling)
+    config = config_class(**sizes, rope_scaling=scaling)
     if unsupported := [
         f"{name} = {given[name]}" for name, value in config.hf_derived.items() if given.get(name, value) != value
     ]:
@@ -173,3 +194,36 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         if _layer_types(config) != types:
             raise ValueError(f"layer_types = {types}: not available; only every n-th layer can have full attention")
     return config
+
+
+def _sizes(values: dict[str, Any], config_class: Any) -> dict[str, Any]:
+    """The fields of a config_class. Raises ValueError if one is missing, has another type, or is null for no reason."""
+    hints, sizes, wrong = get_type_hints(config_class), {}, []
+    needed = {field.name for field in dataclasses.fields(config_class) if field.default is dataclasses.MISSING}
+    for field, name in config_class.hf_fields.items():
+        if name not in values and field not in needed:
+            continue
+        value = values.get(name)
+        if value is None:
+            value = _meaning_of_null(field, values, config_class)
+        if not _fits(value, hints[field]):
+            wrong.append(f"{name} = {value}" if name in values else f"no {name}")
+        sizes[field] = value
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: not available")
+    return sizes
+
+
+def _meaning_of_null(field: str, values: dict[str, Any], config_class: Any) -> Any:
+    dim, heads = values.get("hidden_size"), values.get("num_attention_heads")
+    if field == "head_size" and config_class.head_size is not None and dim and heads:
+        return dim // heads
+    return {"n_kv_heads": heads, "n_groups": 1, "top_groups": 1}.get(field)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON has the type of a field."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (float in kinds and type(value) is int)

@@ -1,8 +1,10 @@
 """Llama 3 (arXiv:2407.21783) in its published sizes."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from models.config import TransformerConfig
+from models.hugging_face import default_sizes
 from models.rotary import RopeScaling
 from models.transformer import Transformer
 
@@ -11,6 +13,9 @@ from models.transformer import Transformer
 class LlamaConfig(TransformerConfig):
     """Defaults that all flavors share."""
 
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "llama": default_sizes(4096, 32, 32, None, 11_008, 32_000, 2048),
+    }
     n_kv_heads: int = 8
     vocab_size: int = 128_256
     norm_eps: float = 1e-5

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.config import TransformerConfig
-from models.hugging_face import FIELDS
+from models.hugging_face import FIELDS, default_sizes
 from models.transformer import Transformer
 
 
@@ -14,7 +14,9 @@ class MistralConfig(TransformerConfig):
 
     hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window"}
     hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
-    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {"mistral": {"sliding_window": 4096}}
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "mistral": default_sizes(4096, 32, 32, 8, 14_336, 32_000, 131_072) | {"sliding_window": 4096},
+    }
     n_kv_heads: int = 8
     norm_eps: float = 1e-5
     rope_theta: float = 1_000_000.0

@@ -6,7 +6,7 @@ Names are the same at every layout. Modules and tensors are not, because tensor 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 
@@ -69,6 +69,13 @@ def adapter_kind(name: str) -> Kind | None:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's matrix."""
     return adapter_kind(name) is not None
+
+
+def tied_names(model: Any) -> list[tuple[str, str]]:
+    """(another name, first name) of each parameter that has several."""
+    first = {parameter: name for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return [(name, first[parameter]) for name, parameter in named if name != first[parameter]]
 
 
 def find_kind(name: str, kinds: Mapping[str, Kind], frozen: Iterable[str]) -> Kind:

@@ -1,8 +1,10 @@
 """Dense Qwen3 (arXiv:2505.09388) in its published sizes. Queries and keys are normalized; head_size is explicit."""
 
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from models.config import TransformerConfig
+from models.hugging_face import default_sizes
 from models.transformer import Transformer
 
 
@@ -10,6 +12,9 @@ from models.transformer import Transformer
 class Qwen3Config(TransformerConfig):
     """Defaults that all flavors share."""
 
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "qwen3": default_sizes(4096, 32, 32, 32, 22_016, 151_936, 32_768) | {"head_dim": 128},
+    }
     n_kv_heads: int = 8
     head_size: int = 128
     vocab_size: int = 151_936

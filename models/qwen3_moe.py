@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.hugging_face import FIXED
+from models.hugging_face import FIXED, default_sizes
 from models.moe import MixtureConfig, MixtureTransformer
 from models.qwen3 import Qwen3Config
 
@@ -13,7 +13,11 @@ class Qwen3MoeConfig(Qwen3Config, MixtureConfig):
     """Defaults that all flavors share. ffn_dim, the width of layers without experts, is not used."""
 
     hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
-    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {"qwen3_moe": {"norm_topk_prob": False}}
+    hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
+        "qwen3_moe": default_sizes(2048, 24, 32, 4, 6144, 151_936, 32_768)
+        | {"head_dim": None, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+        | {"norm_topk_prob": False},
+    }
     n_kv_heads: int = 4
     n_experts: int = 128
     top_k: int = 8

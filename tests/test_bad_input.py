@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,16 @@ from typing import Any
 import pytest
 
 from components.commands import start
-from components.config import ConfigError, Model, load_config
+from components.commands.generate import open_source
+from components.config import ConfigError, Lora, Model, load_config
 from components.data import build_datasets
 from components.data.sources import find_files
 from components.data.stream import check_stream, stream_spec
-from components.data.tokenizer import load_tokenizer
+from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.state import weights
+from components.state.adapters import check_adapters
+from components.state.folder import _first_fault, read_inside
+from models import meta_model
 from tests.jobs import job, refused
 from tests.test_tokenizer import save_json_tokenizer
 
@@ -139,8 +143,6 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    from models import meta_model
-
     folder = tmp_path_factory.mktemp("weights")
     model = meta_model(Model(name="llama", flavor="debug"))
     tensors = {model.hf_name(name): torch.zeros(value.shape) for name, value in model.named_parameters()}
@@ -190,6 +192,41 @@ def test_a_pipe_in_the_place_of_a_json_file_is_not_read(bundle: Path, tmp_path: 
             start.check([*DEBUG, *given], {"NGPU": "1"})
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be read: not a regular file"):
             load_tokenizer(str(folder))
+
+
+def _streamed(folder: Path) -> None:
+    given = ["--training.dataset_path", str(folder), "--training.dataset_streaming"]
+    check_stream(load_config([*given, "--training.dataset_cache", str(folder / ".cache")]))
+
+
+POINTERS: dict[str, Callable[[Path], Any]] = {
+    "model.safetensors": weights.Folder,
+    "model.safetensors.index.json": weights.Folder,
+    "config.json": lambda folder: open_source(folder, None),
+    "adapter_config.json": lambda folder: check_adapters(meta_model(Model(lora=Lora(rank=2))), Lora(rank=2), folder),
+    "tokenizer.json": lambda folder: load_tokenizer(str(folder)),
+    "tokenizer.model": lambda folder: try_tokenizer(str(folder)),
+    "llama.tiktoken": lambda folder: fingerprint(str(folder)),
+    "some.txt": lambda folder: find_files(str(folder)),
+    "some.jsonl": lambda folder: find_files(str(folder / "some.jsonl")),
+    "some.parquet": lambda folder: find_files(f"{folder}/*"),
+    "other.parquet": _streamed,
+    ".metadata": lambda folder: read_inside(folder, ".metadata"),
+    "__0_0.distcp": lambda folder: _first_fault(folder, {"__0_0.distcp": [10**9, ""]}, ["__0_0.distcp"]),
+}
+
+
+@pytest.mark.parametrize("name", POINTERS)
+def test_a_pointer_of_git_lfs_is_named_as_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    file = folder / name
+    file.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 976563\n")
+    with pytest.raises(ConfigError) as caught:
+        POINTERS[name](folder)
+    (said,) = caught.value.messages
+    assert said.endswith(f"{file}: a Git LFS pointer, not the file itself: run `git lfs pull` in {folder}")
 
 
 def test_the_command_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,14 +30,14 @@ def _weights(name: str, flavor: str) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _save(folder: Path, name: str, flavor: str, prefix: str) -> None:
+def _save(folder: Path, name: str, flavor: str, prefix: str, apart: float = 0.0) -> None:
     """What torchtitan v0.2 saves: weights by name, and tables of the rest, with numbers and bytes in them."""
     head_dim, theirs = MODELS[name][1][flavor].head_dim, {}
     for key, weight in _weights(name, flavor).items():
         paired = name == "llama" and key.endswith(("attention.wq.weight", "attention.wk.weight"))
         theirs[prefix + key] = _pairs(weight, head_dim) if paired else weight
     if flavor.endswith("_tied"):
-        theirs[f"{prefix}output.weight"] = theirs[f"{prefix}tok_embeddings.weight"]
+        theirs[f"{prefix}output.weight"] = theirs[f"{prefix}tok_embeddings.weight"] + apart
     moments = {f"state.{key}.exp_avg": torch.zeros_like(weight) for key, weight in theirs.items()}
     losses = io.BytesIO()
     torch.save([1.0, 2.0], losses)
@@ -148,3 +148,6 @@ def test_what_is_said_and_what_is_refused(tmp_path: Path) -> None:
     assert "layers.1.attention.wq.weight is not in this model" in error
     assert "no manifest.json in it" in run(_start, tmp_path, "tiny", "everything")[0].error
     assert ".metadata is a symbolic link" in run(_start, tmp_path, "tiny", "link")[0].error
+    value_of(_save, tmp_path / "apart", "llama", "tiny_tied", "", 1.0)
+    said = "output.weight is another tensor than the embedding, to which this model ties it"
+    assert said in run(_start, tmp_path / "apart", "tiny_tied", "")[0].error

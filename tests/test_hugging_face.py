@@ -3,10 +3,13 @@
 Exports leave nothing to the defaults of transformers, and tokens around documents are those that transformers finds.
 """
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 
@@ -14,7 +17,7 @@ from components.config import Model, RopeScaling
 from components.data.tokenizer import load_tokenizer
 from components.state.weights import export
 from models import MODELS, meta_model, sizes
-from models.hugging_face import from_hugging_face
+from models.hugging_face import from_hugging_face, to_hugging_face
 from tests.ranks import group_of_one
 from tests.test_tokenizer import BOTH, save_named
 
@@ -131,25 +134,74 @@ def test_published_config_json_is_that_of_the_flavor(name: str, flavor: str) -> 
     assert from_hugging_face(given, type(model.config)) == model.config
 
 
-UNTOLD = (
-    *("rms_norm_eps", "rope_theta", "rope_parameters", "tie_word_embeddings", "sliding_window", "layer_types"),
-    *("query_pre_attn_scalar", "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group"),
-)
 KINDS = {
-    kind: type(flavors["debug"])
+    kind: flavors["16B" if kind == "deepseek_v2" else "debug"]
     for model_class, flavors in MODELS.values()
     for kind in dict.fromkeys((model_class.hf_type, *flavors["debug"].hf_defaults))
 }
+"""model_type -> sizes of a model of this type."""
+
+
+def read(given: dict[str, Any], sizes: Any) -> dict[str, Any]:
+    return to_hugging_face(from_hugging_face(given, type(sizes)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
-    """Of fields that no shape of a tensor tells."""
-    whole = {"num_experts_per_tok": 6} | {
-        key: value for key, value in transformers.AutoConfig.for_model(kind).to_dict().items() if value is not None
-    }
-    rest = {key: value for key, value in whole.items() if key not in UNTOLD}
-    assert from_hugging_face(rest, KINDS[kind]) == from_hugging_face(whole, KINDS[kind])
+def test_each_field_that_a_config_leaves_out_is_what_transformers_takes(kind: str) -> None:
+    sizes = KINDS[kind]
+    whole = {**to_hugging_face(sizes), "model_type": kind}
+    names = [name for name in whole if name != "model_type"]
+    seen = set()
+    for absent in [*([name] for name in names), [name for name in names if name != "num_experts_per_tok"]]:
+        rest = {name: value for name, value in whole.items() if name not in absent}
+        for given in (rest, rest | dict.fromkeys(absent)):
+            try:
+                theirs = transformers.AutoConfig.for_model(**given).to_dict()
+            except (TypeError, ValueError, huggingface_hub.errors.StrictDataclassError):
+                continue  # refused there: then it may be read here
+            seen |= {*absent}
+            if theirs.get("head_dim") is None:  # so do the models of transformers
+                theirs["head_dim"] = theirs["hidden_size"] // theirs["num_attention_heads"]
+            try:
+                right = read(theirs, sizes)
+            except ValueError as error:
+                with pytest.raises(ValueError, match=re.escape(str(error))):
+                    read(given, sizes)
+            else:
+                assert read(given, sizes) == right, absent
+    assert seen == {*names}
+
+
+NO_EFFECT = (
+    *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
+    *("use_cache", "output_router_logits", "router_aux_loss_coef", "num_mtp_layers", "rope_parameters", "layer_types"),
+    *("sliding_window", "max_window_layers"),
+)
+"""Fields of transformers that change no logits, or do so beside a field that is looked at."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_field_of_transformers_that_changes_logits_is_looked_at(kind: str) -> None:
+    common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
+    theirs = {field.name for field in dataclasses.fields(transformers.AutoConfig.for_model(kind))}
+    assert theirs - common - {*NO_EFFECT} <= to_hugging_face(KINDS[kind]).keys() | {"head_dim"}
+
+
+def test_a_field_of_another_type_and_one_without_a_value_are_named() -> None:
+    model = meta_model(Model(name="llama", flavor="debug"))
+    given = model.hf_config()
+    for change, said in (
+        ({"hidden_size": "256"}, "hidden_size = 256: not available"),
+        (
+            {"num_hidden_layers": None, "vocab_size": 4096.0},
+            "num_hidden_layers = None, vocab_size = 4096.0: not available",
+        ),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: not available"),
+    ):
+        assert model.hf_misfits(given | change) == [said]
+    v2 = meta_model(Model(name="deepseek_v3", flavor="16B"))
+    assert v2.hf_misfits({"model_type": "deepseek_v2"}) == ["num_experts_per_tok = None: not available"]
+    assert "hidden_size is 4096 there and 256 here" in model.hf_misfits({"model_type": "new"})
 
 
 def test_rotary_settings_that_no_model_here_has_are_refused_and_the_length_is_found() -> None:

@@ -1,11 +1,12 @@
 """Weights from Hugging Face and back: the same bytes at every layout, and no rank reads or holds more than its own."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,13 +197,97 @@ def check(folder: Path, *more: str) -> list[str]:
     return []
 
 
-def test_a_head_beside_the_embedding_it_is_tied_to_fits(folder: Path, tmp_path: Path) -> None:
+def test_a_head_beside_the_embedding_it_is_tied_to_is_taken_if_it_is_equal(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some files of models with tied weights hold the table twice."""
+    monkeypatch.setattr(weights, "_AT_ONCE", 1000)
     copy = tmp_path / folder.name
     copy.mkdir()
     every = tensors(folder)
-    save_file({"lm_head.weight": every["model.embed_tokens.weight"].clone()} | every, copy / "model.safetensors")
+    head = every["model.embed_tokens.weight"].clone()
+    save_file({"lm_head.weight": head} | every, copy / "model.safetensors")
     assert check(copy) == []
+    if not folder.name.endswith("_tied"):
+        return
+    head[-1, -1] += 1
+    save_file(every | {"lm_head.weight": head}, copy / "model.safetensors")
+    (said,) = check(copy)
+    assert "lm_head.weight differs from model.embed_tokens.weight, to which this model ties it: " in said
+    assert "tie_word_embeddings to false" in said
+    save_file(every | {"lm_head.weight": head[:-1].clone()}, copy / "model.safetensors")
+    assert "lm_head.weight differs" in check(copy)[0]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_names_of_a_compiled_and_of_a_base_model_are_read(tied: bool, tmp_path: Path) -> None:
+    model = meta_model(Model(name="llama", flavor="tiny_tied" if tied else "tiny"))
+    shapes = {model.hf_name(name): parameter.shape for name, parameter in model.named_parameters()}
+    torch.manual_seed(0)
+    right = {name: torch.randn(shape) for name, shape in shapes.items()}
+
+    def save(rename: Callable[[str], str], **more: Tensor) -> None:
+        save_file({rename(name): tensor for name, tensor in right.items()} | more, tmp_path / "model.safetensors")
+
+    compiled: Callable[[str], str] = "_orig_mod.{}".format
+    for rename in (
+        compiled,
+        partial(re.sub, r"(layers\.\d+\.)", r"\1_orig_mod."),
+        lambda name: name.removeprefix("model."),
+    ):
+        save(rename)
+        weights.check_weights(model, tmp_path)
+        folder = weights.Folder(tmp_path)
+        assert all(folder.read(name, tuple(map(slice, each.shape))).equal(each) for name, each in right.items())
+    save(compiled, **{"model.norm.weight": torch.ones(64)})
+    with pytest.raises(ConfigError, match=r"model.norm.weight is there with and without _orig_mod"):
+        weights.Folder(tmp_path)
+    lost = right.pop("model.embed_tokens.weight" if tied else "lm_head.weight")
+    save(lambda name: name)
+    assert misfits(model, tmp_path) == [f"{'model.embed_tokens' if tied else 'lm_head'}.weight is missing"]
+    save("module.{}".format, a=lost)
+    assert misfits(model, tmp_path) == [
+        "holds no tensor of this model by its name: model.embed_tokens.weight is a name here, a one there"
+    ]
+
+
+def misfits(model: Any, folder: Path) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        weights.check_weights(model, folder)
+    return [message.removeprefix(f"{folder}: ") for message in caught.value.messages]
+
+
+def test_many_misfits_of_one_kind_are_counted(tmp_path: Path) -> None:
+    small, other = (meta_model(Model(name="llama", flavor=flavor)) for flavor in ("tiny", "tiny_wide"))
+    shapes = {other.hf_name(name): parameter.shape for name, parameter in other.named_parameters()}
+    save_file({name: torch.ones(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    said = misfits(small, tmp_path)
+    assert len(said) == 8
+    assert said[-1] == f"and {len(shapes) - 7} more like this"
+
+
+def test_all_that_is_not_read_is_said(tmp_path: Path) -> None:
+    """Also that two files may be meant."""
+    model = meta_model(Model(name="deepseek_v3", flavor="tiny_sigmoid"))
+    parts = [part for name, each in model.named_parameters() for part in weights._pieces(model, name, each)]
+    every = {part.name: torch.ones(piece.shape) for part, piece in parts}
+    save_file(every, tmp_path / "model.safetensors")
+    assert weights.left_out(model, tmp_path) == ""
+    behind = f"model.layers.{model.config.n_layers}.eh_proj.weight"
+    every |= {behind: torch.ones(3), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(3)}
+    (tmp_path / "model.safetensors").unlink()
+    save_file(every, tmp_path / "one.safetensors")
+    save_file({"more": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(every, "one.safetensors")}))
+    weights.check_weights(model, tmp_path)
+    assert weights.left_out(model, tmp_path) == (
+        "; not read: 2 tensors that the model does without, such as model.layers.0.self_attn.rotary_emb.inv_freq; "
+        "consolidated.safetensors, which the index does not name"
+    )
+    (tmp_path / "consolidated.safetensors").rename(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=f"model.safetensors and {index.name}, which does not name it: remove one"):
+        weights.Folder(tmp_path)
 
 
 def test_all_that_does_not_fit_is_named_at_once(folder: Path, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from components.data.tokenizer import Tokenizer, load_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint, separator_of
-from components.state.weights import check_weights, load_weights
+from components.state.weights import check_weights, left_out, load_weights
 from models import MODELS, meta_model
 from models.attention import KERNELS, AttentionCore, Visible
 from models.hugging_face import from_hugging_face
@@ -90,15 +90,15 @@ def _open_hugging_face(folder: Path) -> Source:
         if name is None:
             raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
         model_class, flavors = MODELS[name]
-        sizes = from_hugging_face(given, type(next(iter(flavors.values()))))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        with torch.device("meta"):
+            model = model_class(from_hugging_face(given, type(next(iter(flavors.values())))))
+    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    with torch.device("meta"):
-        model = model_class(sizes)
     check_weights(model, folder)
     # tokenizer.json first: it says which tokens begin and end a text, a rank file does not.
     tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
-    return Source(name, model, str(tokenizer), f"{name} from {folder}", lambda model: load_weights([model], folder))
+    said = f"{name} from {folder}{left_out(model, folder)}"
+    return Source(name, model, str(tokenizer), said, lambda model: load_weights([model], folder))
 
 
 def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:

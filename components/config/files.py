@@ -1,5 +1,6 @@
 """File helpers: retried reads, JSON (also of unknown origin), atomic and durable writes, and hashes."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -60,7 +61,8 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
     Raises ConfigError of one line if the file cannot be read, is not JSON, or does not match `kind`.
     """
     try:
-        return pydantic.TypeAdapter(kind).validate_json(read_regular(path), strict=True)
+        refuse_pointer(path, content := read_regular(path))
+        return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:
@@ -68,6 +70,18 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
         place = "".join(f"{part}: " for part in first["loc"] if isinstance(part, str))
         place = "not JSON: " if first["type"] == "json_invalid" else place
         raise ConfigError(f"{path}: {short(place + first['msg'])}") from None
+
+
+def refuse_pointer(path: Path, content: bytes = b"") -> None:
+    """Raises ConfigError if the file is a pointer of Git LFS, which a clone without `git lfs` leaves in its place.
+
+    content: what was read of the file; if empty, a small file is read here.
+    """
+    with contextlib.suppress(OSError):  # whoever reads the file will say so
+        if not content and path.is_file() and path.stat().st_size < 1024:
+            content = read_regular(path)
+    if content.startswith(b"version https://git-lfs.github.com/spec/"):
+        raise ConfigError(f"{path}: a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}")
 
 
 def inside(folder: Path, file: Path) -> bool:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from components.config import ROOT, ConfigError
-from components.config.files import inside
+from components.config.files import inside, refuse_pointer
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""
@@ -52,6 +52,8 @@ def find_files(path: str) -> list[Path]:
     if not full:
         what = "only empty files" if found else f"no file that ends in {known}"
         raise ConfigError(f"training data {path}: {what}")
+    for file in full:
+        refuse_pointer(file)
     return full
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from components.config import ConfigError, JobConfig, Training, mistake, python_path
-from components.config.files import read_json_if_whole, sample
+from components.config.files import read_json_if_whole, refuse_pointer, sample
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_inside, walk
@@ -199,6 +199,8 @@ def _check_builder(builder: Any, spec: StreamSpec) -> None:
         named = [file for files in (builder.config.data_files or {}).values() for file in files]
         found = [Path(str(file).rpartition("::")[2]) for file in named]
         check_inside(Path(spec.path), found)
+        for file in found:
+            refuse_pointer(file)
         read = {file.resolve() for file in found}
         others = [file for file in walk(Path(spec.path)) if file.suffix in READERS and file.resolve() not in read]
         if others:

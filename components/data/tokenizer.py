@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, python_path
-from components.config.files import inside, read_json, write_json
+from components.config.files import inside, read_json, refuse_pointer, write_json
 from components.config.keys import short
 from components.data.special_tokens import AUTO, NAMING, NONE, SETTINGS, SpecialToken, around_documents, in_settings
 from components.launch.exit_codes import ExitCode
@@ -200,6 +200,7 @@ def find_tokenizer(path: str) -> Path:
             f"model.hf_assets_path: no tokenizer at {path}: give a tiktoken rank file or a tokenizer.json, or the "
             f"folder that holds one (from the model's page on huggingface.co); assets/tokenizer is in this repository"
         )
+    refuse_pointer(found)
     return found
 
 

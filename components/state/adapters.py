@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Lora
-from components.config.files import read_json, write_json
+from components.config.files import read_json, refuse_pointer, write_json
 from components.state.base import check_base, load_run, read_base
 from components.state.checkpoint import Checkpointer
 from components.state.folder import chosen_model, separator_of
@@ -91,6 +91,7 @@ def check_adapters(model: Any, asked: Lora, path: Path) -> None:
     """Raises ConfigError with every misfit between a folder of PEFT's and the (whole) model's adapters."""
     wanted_places = list(places(model).values())
     try:
+        refuse_pointer(path / "adapter_config.json")
         given = read_json(path / "adapter_config.json")
         found = {ours: given.get(theirs, default) for ours, (theirs, default) in _SETTINGS.items()}
         unknown = [key for key in _UNKNOWN if given.get(key)]

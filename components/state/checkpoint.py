@@ -35,7 +35,7 @@ from components.state.folder import VERSION, Branch, Saved, check_state, fault, 
 from components.state.tensors import fill_copies, load_tensors
 from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
-from components.state.weights import load_weights
+from components.state.weights import left_out, load_weights
 from models.parameters import is_adapter
 from parallelize.groups import patient_group, print_on_rank_0
 from parallelize.sharding import settle
@@ -124,11 +124,14 @@ class Checkpointer:
         if not self.config.initial_load_path:
             return None
         path, model_only = Path(self.config.initial_load_path), self.config.initial_load_model_only
+        more = ""
         if self.config.initial_load_in_hf:
             load_weights(self.stages, path)
+            model: Any = self.stages[0]
+            more = read_together(lambda: left_out(model, path), first_only=True)[0]
         state = None if self.config.initial_load_in_hf else self._load_checkpoint(path, model_only)
         if state is None:
-            print_on_rank_0(f"weights from {path}")
+            print_on_rank_0(f"weights from {path}{more}")
         return state
 
     def _load_checkpoint(self, path: Path, model_only: bool) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from components.config import ConfigError, Lora, Model, RopeScaling
-from components.config.files import digest, patiently, read_json
+from components.config.files import digest, patiently, read_json, refuse_pointer
 from components.state.together import read_together
 
 VERSION = 1
@@ -170,7 +170,9 @@ def read_inside(folder: Path, name: str) -> bytes | None:
     """A file's bytes, None if the folder does not list it. Raises ConfigError as inside does, and OSError."""
     try:
         path = inside(folder, name)
-        return patiently(path, path.read_bytes)
+        content = patiently(path, path.read_bytes)
+        refuse_pointer(path, content)
+        return content
     except FileNotFoundError:
         if name in patiently(folder, lambda: os.listdir(folder)):
             raise
@@ -218,6 +220,7 @@ def _first_fault(folder: Path, files: dict[str, list], names: list[str], hashes:
                 raise
             return Fault(f"{name} is missing")
         if actual != size:
+            refuse_pointer(path)
             return Fault(f"{name} has {actual} bytes, not {size}")
         if found != expected:
             return Fault(f"{name} is corrupt")

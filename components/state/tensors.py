@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from components.config import ConfigError
-from components.config.files import patiently
+from components.config.files import patiently, refuse_pointer
 from components.state.folder import Fault, inside, manifest, read_inside
 from components.state.metadata import files_of, parse
 from components.state.packed import to_fill
@@ -59,8 +59,10 @@ def open_reader(folder: Path, group: dist.ProcessGroup | None = None, foreign: b
         if raw is None or isinstance(files, Fault):
             raise ConfigError(f"{folder} is refused: {'no .metadata in it' if raw is None else files}")
         for name in files_of(_parsed(folder, raw)):
-            inside(folder, name)
-            if not foreign and name not in files:
+            path = inside(folder, name)
+            if foreign:
+                refuse_pointer(path)
+            elif name not in files:
                 raise ConfigError(f"{folder} is refused: .metadata names {name}, which manifest.json does not list")
         return raw
 

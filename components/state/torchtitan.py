@@ -12,12 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
+from components.config import ConfigError
 from components.state.folder import Fault, Saved, manifest
 from components.state.packed import to_fill
 from components.state.tensors import Reader, check_finite, check_fit, fill_copies, open_reader
 from components.state.together import read_together
-from models.parameters import is_adapter
-from parallelize.groups import gather, print_on_rank_0
+from models.parameters import is_adapter, tied_names
+from parallelize.groups import print_on_rank_0
 from parallelize.sharding import own_slice
 
 _OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
@@ -46,10 +47,11 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
     parameters = [each for stage in stages for each in stage.named_parameters() if not is_adapter(each[0])]
     named = [(name, parameter.detach()) for name, parameter in parameters]
     weights = dict(named)
-    aliases = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-    prefix = _keep_weights(reader, set().union(*gather(aliases - weights.keys())))
+    prefix = _keep_weights(reader)
     renamed = {prefix + name: tensor for name, tensor in weights.items()}
-    check_fit(renamed, reader, convert=True)
+    tied = {prefix + name: weights[first] for stage in stages for name, first in tied_names(stage)}
+    tied = {name: tensor for name, tensor in tied.items() if name in reader.metadata.state_dict_metadata}
+    check_fit(renamed | tied, reader, convert=True)
     paired: dict[str, Any] = {
         prefix + name: stage
         for stage in stages
@@ -64,6 +66,10 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
                     _read_paired(name, numbers, paired[name].config.head_dim, reader)
                 else:
                     _read({name: numbers}, reader)
+        for name, tensor in tied.items():
+            _read({name: (other := torch.empty_like(tensor))}, reader)
+            if not own_slice(other)[0].equal(own_slice(tensor)[0]):
+                raise ConfigError(f"{folder}: {name} is another tensor than the embedding, to which this model ties it")
 
     read_together(read)
     fill_copies(named, weights)
@@ -71,12 +77,12 @@ def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
     print_on_rank_0(f"{folder} is torchtitan's: it has no manifest.json, so nothing could be verified against hashes")
 
 
-def _keep_weights(reader: Reader, aliases: set[str]) -> str:
-    """Leave only weights in the reader's table, without second names of tied ones; returns the prefix of the names."""
+def _keep_weights(reader: Reader) -> str:
+    """Leave only weights in the reader's table; returns the prefix of the names."""
     entries = reader.metadata.state_dict_metadata
     prefix = "model." if any(name.startswith("model.") for name in entries) else ""
     for name in [*entries]:
-        if name.partition(".")[0] in _OTHERS or name.removeprefix(prefix) in aliases:
+        if name.partition(".")[0] in _OTHERS:
             del entries[name]
     return prefix
 

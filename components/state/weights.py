@@ -18,17 +18,21 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.config import ConfigError
-from components.config.files import inside, read_json_as, write_json
+from components.config.files import inside, read_json_as, refuse_pointer, write_json
 from components.data.tokenizer import export_tokenizer
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
 from components.state.together import read_together, together
 from models.hugging_face import Part
-from models.parameters import is_adapter
+from models.parameters import is_adapter, tied_names
 from parallelize.sharding import own_slice
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
+_SHOWN = 8
+"""Misfits of one kind that are listed."""
+_AT_ONCE = 1 << 24
+"""Elements of tied matrices that are compared at once."""
 
 
 class HuggingFaceModel(Protocol):
@@ -80,17 +84,23 @@ class Folder:
 
         self.path = path
         stored: dict[str, Any] = {}
-        index = path / "model.safetensors.index.json"
+        index, single = path / "model.safetensors.index.json", "model.safetensors"
         try:
             names = sorted({*read_json_as(_Index, index).weight_map.values()} if index.exists() else self._all())
+            self.left_out = sorted({*self._all()} - {*names})
+            """Files that the index does not name."""
+            if single in self.left_out:
+                raise ConfigError(f"{path}: {single} and {index.name}, which does not name it: remove one of the two")
             if outside := [name for name in names if Path(name).name != name or not inside(path, path / name)]:
                 raise ConfigError(f"{path}: {outside[0]} leads out of this folder")
             for file in names:
+                refuse_pointer(path / file)
                 opened = safe_open(path / file, "pt")
                 tensors = {name: opened.get_slice(name) for name in set(opened.keys())}
                 if twice := stored.keys() & tensors.keys():
                     raise ConfigError(f"{path}: {min(twice)} is in {file} and in another file")
                 stored |= tensors
+            stored = _renamed(stored)
             config = path / "config.json"
             given = read_json_as(_Config, config).quantization_config if config.exists() else None
             wide, narrow = widened(stored, given)
@@ -113,6 +123,26 @@ class Folder:
         return self._tensors[name][where]
 
 
+_COMPILED = "_orig_mod."
+"""Part of a name that torch.compile adds."""
+
+
+def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
+    """Tensors by transformers' names, which a compiled model, and one that was saved without its head, has changed.
+
+    Raises ValueError if two get the same name.
+    """
+    names = {name: name.replace(_COMPILED, "") for name in stored}
+    if "embed_tokens.weight" in names.values():
+        names = {name: each if each.startswith("lm_head.") else f"model.{each}" for name, each in names.items()}
+    renamed: dict[str, Any] = {}
+    for name, each in names.items():
+        if each in renamed:
+            raise ValueError(f"{each} is there with and without {_COMPILED} in its name")
+        renamed[each] = stored[name]
+    return renamed
+
+
 def check_weights(model: HuggingFaceModel, path: Path) -> bool:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model.
 
@@ -124,23 +154,60 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
             wanted[part.name] = part.whole_shape(tuple(piece.shape))
     folder = Folder(path)
     there = folder.shapes()
-    misfits = [f"{name} is missing" for name in wanted if name not in there]
-    misfits += [
+    missing = [f"{name} is missing" for name in wanted if name not in there]
+    other = [
         f"{name} is {there[name]} there and {shape} here"
         for name, shape in wanted.items()
         if there.get(name, shape) != shape
     ]
-    # Some files of models with tied weights hold both head and embedding.
-    named = model.named_parameters(remove_duplicate=False)
-    all_names = {part.name for name, parameter in named for part, _ in _pieces(model, name, parameter)}
-    extra = sorted(there.keys() - all_names)
-    misfits += [f"{name} is not in this model" for name in extra if not model.hf_ignores(name)]
+    tied = {_part(model.hf_name(name)).name: _part(model.hf_name(first)).name for name, first in tied_names(model)}
+    other += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
+    behind = sorted(there.keys() - wanted.keys() - tied.keys())
+    extra = [f"{name} is not in this model" for name in behind if not model.hf_ignores(name)]
+    if len(missing) == len(wanted):
+        named = f"{next(iter(wanted))} is a name here, {min(there)} one there"
+        missing, extra = [f"holds no tensor of this model by its name: {named}"], []
+    misfits = [line for lines in (missing, other, extra) for line in _first_few(lines)]
     config_file = path / "config.json"
     given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
     misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
     return folder.widens
+
+
+def _first_few(lines: list[str]) -> list[str]:
+    return lines if len(lines) <= _SHOWN else [*lines[: _SHOWN - 1], f"and {len(lines) - _SHOWN + 1} more like this"]
+
+
+def _same(folder: Folder, name: str, first: str) -> bool:
+    """Whether two matrices are equal, or one of them is missing."""
+    shapes = folder.shapes()
+    if name not in shapes or first not in shapes or shapes[name] != shapes[first]:
+        return name not in shapes or first not in shapes
+    rows, columns = shapes[name]
+    at_once = max(1, _AT_ONCE // columns)
+    parts = ((slice(row, min(row + at_once, rows)), slice(0, columns)) for row in range(0, rows, at_once))
+    return all(folder.read(name, part).equal(folder.read(first, part)) for part in parts)
+
+
+def _another(name: str, first: str) -> str:
+    return (
+        f"{name} differs from {first}, to which this model ties it: to keep both, set tie_word_embeddings to false in "
+        f"config.json and use a flavor with tie_embeddings = False; to drop it, remove {name} from the folder"
+    )
+
+
+def left_out(model: HuggingFaceModel, path: Path) -> str:
+    """Names what a folder that check_weights has accepted holds beside the model, to be added to a line; may be empty.
+
+    Raises ConfigError if a file cannot be read.
+    """
+    folder = Folder(path)
+    ignored = sorted(filter(model.hf_ignores, folder.shapes()))
+    said = [f"{len(ignored)} tensors that the model does without, such as {ignored[0]}"] if ignored else []
+    said += [f"{name}, which the index does not name" for name in folder.left_out]
+    return f"; not read: {'; '.join(said)}" if said else ""
 
 
 def load_weights(stages: list[nn.Module], path: Path) -> None:
