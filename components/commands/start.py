@@ -17,6 +17,7 @@ from pathlib import Path
 
 from components.config import ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
 from components.launch.exit_codes import ExitCode
+from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
 from components.launch.settings import Settings, gpus, read_settings, wrong
 from parallelize.mesh import resolve_degrees
@@ -193,7 +194,9 @@ def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> 
         raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
     from components.launch.ranks import run_ranks
 
-    return run_ranks(main, argv, settings, logs)
+    code = run_ranks(main, argv, settings, logs)
+    free_lock_of_dead(logs.parents[1] / RUN_LOCK)
+    return code
 
 
 def check_folders(config: JobConfig) -> None:

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock
 from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
 from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
+from components.launch.locks import locked
 from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
@@ -130,7 +130,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
         folder = spec.cache_folder / key
         # An existing cache needs no lock, because its disk may be read-only.
         if not (folder / "index.json").exists():
-            with FileLock(spec.cache_folder / f".{key}.lock"):
+            with locked(spec.cache_folder / f".{key}.lock", f"tokenize {spec.path}"):
                 if not (folder / "index.json").exists():
                     _build(spec, files, folder, workers or cores())
         return TokenCache(folder)
@@ -177,7 +177,7 @@ def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path],
     names = [f"{kind}{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
     memory = read_json_if_whole(memory_file)
     if not memory.keys() >= set(names):
-        with FileLock(cache_folder / ".hashes.lock"):
+        with locked(cache_folder / ".hashes.lock", f"hash the data's {len(files):,} files"):
             memory = read_json_if_whole(memory_file)
             memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
             replace(memory_file, json.dumps(memory))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
 from components.config.files import replace
+from components.launch.locks import RUN_LOCK, holder, keep_lock
 from components.observe.report import Panel, draw, points, read_rows
 
 # Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
@@ -215,18 +215,19 @@ def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
     return lambda row: run.log({key: row[key] for key in row if key != "step"}, step=row["step"]), run.finish
 
 
-def lock_folder(config: JobConfig) -> FileLock:
-    """Make the dump folder and lock it against other runs; raises ConfigError if it is locked or cannot be made."""
-    folder = Path(config.job.dump_folder)
+def lock_folder(config: JobConfig) -> None:
+    """Make the dump folder and lock it against other runs until this process ends.
+
+    Raises ConfigError if it is locked or cannot be made.
+    """
+    file = Path(config.job.dump_folder) / RUN_LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", blocking=False)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(mistake(config, "job.dump_folder", "another run is writing into it")) from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if keep_lock(file):
+            return
     except OSError as error:
         raise ConfigError(mistake(config, "job.dump_folder", str(error))) from None
-    return lock
+    raise ConfigError(mistake(config, "job.dump_folder", f"another run is writing into it: {holder(file)}"))
 
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
