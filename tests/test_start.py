@@ -93,6 +93,22 @@ def test_checkpoints_must_be_writable_before_a_model_is_built(tmp_path: Path, mo
     start.check([*words, "--checkpoint.load_only"], {"NGPU": "1"})
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "key"),
+    [
+        (["--metrics.enable_tensorboard"], "tb", "metrics.save_tb_folder"),
+        (["--profiling.enable_profiling"], "profile_traces", "profiling.save_traces_folder"),
+        (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], "hugging_face", "checkpoint.last_save_in_hf"),
+    ],
+)
+def test_each_folder_of_outputs_is_checked(words: list[str], name: str, key: str, tmp_path: Path) -> None:
+    config = load_config([*words, "--job.dump_folder", str(tmp_path)])
+    start.check_folders(config)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"{key} = .*{name} is not a folder"):
+        start.check_folders(config)
+
+
 def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     recipe = ["--job.config_file", str(start.DEFAULT_RECIPE)]
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]

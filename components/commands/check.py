@@ -19,7 +19,7 @@ from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
-from components.commands.start import check_devices, check_folders, check_initial_weights, with_recipe
+from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.data.cache import data_spec
 from components.data.sources import BadRecord, find_files, read_documents
@@ -27,6 +27,7 @@ from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import try_tokenizer
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings
+from components.observe.trackers import check_wandb
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
 from models import meta_model, sizes
@@ -56,16 +57,22 @@ def layout(job: Job) -> str:
 
 
 def folders(job: Job) -> str:
-    """The dump and checkpoint folders can be made and written."""
+    """The folders of the run's outputs can be made and written."""
     check_folders(job.config)
-    for key, folder in (("job.dump_folder", job.dump), ("checkpoint.folder", job.checkpoints)):
-        there = _nearest(folder)
+    for key, folder in output_folders(job.config).items():
+        there = _nearest(folder.absolute())
         try:
             with tempfile.TemporaryFile(dir=there) as file:
                 file.write(b"x")
         except OSError as error:
             raise ConfigError(mistake(job.config, key, f"cannot write in {there}: {error.strerror}")) from None
     return str(job.dump)
+
+
+def tracking(job: Job) -> str:
+    """Weights & Biases has a key, and takes its settings."""
+    check_wandb(job.config)
+    return "Weights & Biases takes its settings" if job.config.metrics.enable_wandb else "metrics.jsonl"
 
 
 def tokenizer(job: Job) -> str:
@@ -206,6 +213,7 @@ def clock(job: Job) -> str:
 CHECKS: dict[str, Callable[[Job], str]] = {
     "layout": layout,
     "folders": folders,
+    "tracking": tracking,
     "tokenizer": tokenizer,
     "data": data,
     "initial weights": initial_weights,
