@@ -21,7 +21,8 @@ from pathlib import Path
 
 from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
-from components.data.cache import data_spec
+from components.config.files import writable
+from components.data.cache import cache_of, data_spec, is_made
 from components.data.sources import BadRecord, find_files, read_documents
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import try_tokenizer
@@ -105,7 +106,10 @@ def _own(job: Job, path: str | None) -> str:
                 raise ConfigError(document.reason)
     size = sum(file.stat().st_size for file in files)
     batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
-    said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
+    if not writable(spec.cache_folder) and not is_made(cache_of(spec, files)):
+        reason = f"no permission to write in {spec.cache_folder}, and {spec.path} is not tokenized there yet"
+        raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
+    said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
     # A token has at least one byte; what a compressed file holds is not known before it is read.
     known = path is None and not any(file.suffix == ".parquet" for file in files)
     if known and size < training.seq_len:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from components.config import EXPORTS, ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
+from components.config.files import writable
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
@@ -230,7 +231,7 @@ def _check_folder(config: JobConfig, key: str, folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir():
         raise ConfigError(mistake(config, key, f"{there} is not a folder"))
-    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+    if not writable(there):
         raise ConfigError(mistake(config, key, f"no permission to write in {there}"))
 
 

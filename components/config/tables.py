@@ -57,7 +57,8 @@ class Training:
     dataset_errors: Literal["fail", "skip"] = "fail"
     """Unreadable records: fail stops the run, skip leaves them out and counts them."""
     dataset_cache: PathName = ".cache/tokens"
-    """Folder of tokenized data, which runs share; relative to the repository."""
+    """Folder of tokenized data, which runs share; relative to the repository. If the repository cannot be written, the
+    default is meshwright/tokens in XDG_CACHE_HOME, or in ~/.cache."""
     local_batch_size: Sequences = 8
     """Sequences per accumulation step (one forward and backward) on one rank."""
     global_batch_size: Literal[-1] | Sequences = -1

@@ -164,6 +164,13 @@ def _made(path: Path) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
+_ELSEWHERE = """\
+You cannot write in {root}. Make an environment in a folder of yours, and name its Python at each start:
+  python3 -m venv ~/meshwright
+  ~/meshwright/bin/python {root}/components/launch/environment.py --install
+  PYTHON=~/meshwright/bin/python {root}/run_train.sh ..."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     action = parser.add_mutually_exclusive_group(required=True)
@@ -181,6 +188,8 @@ def main() -> int:
         {"install": install, "make": make}[arguments.action](arguments.group)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{arguments.action}: {error}", file=sys.stderr)
+        if arguments.action == "make" and not os.access(ROOT, os.W_OK):
+            print(_ELSEWHERE.format(root=ROOT), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
