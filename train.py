@@ -293,7 +293,8 @@ def main(argv: list[str]) -> int:
     config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
-    lock = lock_folder(config) if rank == 0 else None  # noqa: F841 - held until the process ends
+    if rank == 0:
+        lock_folder(config)
     run = build(config, device)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpointer = Checkpointer(folder, config.checkpoint, run.stages, run.optimizer)

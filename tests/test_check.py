@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from components.commands import check
-from components.config import ROOT
+from components.config import ROOT, load_config
+from components.data import data_spec, prepare
 from tests.small import FLAVORS
 from tests.test_tokenizer import save_json_tokenizer
 
@@ -40,7 +41,7 @@ def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert all(line.startswith("✓ ") for line in lines)
-    assert len(lines) == 10
+    assert len(lines) == 11
     assert re.search(r"rank 0 holds 0\.\d\d GiB at the highest point, of ", done.stdout)
     assert list(tmp_path.iterdir()) == []
 
@@ -95,6 +96,24 @@ def test_a_cross_names_what_is_wrong(
     assert code == 2
     assert seen[name][0] == "✗"
     assert reason in seen[name]
+
+
+def test_a_cache_that_cannot_be_written_is_a_cross_until_it_is_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("In the beginning " * 200)
+    words = ["--job.dump_folder", str(tmp_path), "--training.seq_len", "64", "--training.local_batch_size", "2"]
+    words += ["--training.dataset_path", str(tmp_path / "a.txt"), "--training.dataset_cache", str(tmp_path / "cache")]
+    (tmp_path / "cache").mkdir()
+    allowed = os.access
+    refused = str(tmp_path / "cache")
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != refused and allowed(path, mode))
+    seen = marks(capsys, *words)[1]
+    assert seen["data"].startswith(
+        f'✗command line: training.dataset_cache = "{tmp_path}/cache": no permission to write'
+    )
+    prepare(data_spec(load_config(words).training, "assets/tokenizer"), 1)
+    assert marks(capsys, *words)[1]["data"].startswith("✓1 files")
 
 
 def test_what_needs_a_layout_is_left_out_without_one(capsys: pytest.CaptureFixture[str]) -> None:

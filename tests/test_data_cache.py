@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -13,13 +15,13 @@ import pytest
 import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
-from components.config import ROOT, ConfigError
-from components.data import PackedSequences, prepare
+from components.config import ROOT, ConfigError, Training
+from components.data import PackedSequences, data_spec, prepare
 from components.data import cache as cache_module
 from components.data.cache import BLOCK_BYTES, _cut, _encode
 from components.data.tokenizer import load_tokenizer
 from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
-from tests.processes import start
+from tests.processes import small_disk, start
 from tests.test_tokenizer import save_json_tokenizer
 
 ODD_TEXTS = [
@@ -197,6 +199,46 @@ def test_a_cache_folder_that_cannot_be_is_told(tmp_path: Path, place: str) -> No
     (tmp_path / "a.txt").write_text(WORDS)
     with pytest.raises(ConfigError, match=r"cache in .*"):
         prepare(spec_of(tmp_path / "a.txt", tmp_path / place), 1)
+
+
+def test_who_cannot_write_in_the_checkout_has_a_cache_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkout, data = tmp_path / "checkout", tmp_path / "a.txt"
+    checkout.mkdir()
+    data.write_text(WORDS)
+    monkeypatch.setattr(cache_module, "ROOT", checkout)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    training = Training(dataset_path=str(data))
+    owners = data_spec(training, TOKENIZER)
+    assert owners.cache_folder == checkout / ".cache/tokens"
+    made = prepare(owners, 1).folder
+    monkeypatch.setattr(os, "access", lambda path, mode: checkout not in (Path(path), *Path(path).parents))
+    ours = data_spec(training, TOKENIZER)
+    assert ours.cache_folder == tmp_path / "mine/meshwright/tokens"
+    capsys.readouterr()
+    assert prepare(ours, 1).folder == made, "the owner of the checkout has tokenized this"
+    data.write_text(WORDS * 2)
+    assert prepare(ours, 1).folder.parent == ours.cache_folder
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert data_spec(training, TOKENIZER).cache_folder == tmp_path / ".cache/meshwright/tokens"
+    named = dataclasses.replace(training, dataset_cache="tokens")
+    assert data_spec(named, TOKENIZER).cache_folder == checkout / "tokens", "a folder that is named is kept or refused"
+
+
+def test_a_read_only_cache_is_found_by_who_sees_the_data_elsewhere(tmp_path: Path) -> None:
+    """As on another node: hashes.json has other names, and cannot be written."""
+    (tmp_path / "a.txt").write_text(WORDS)
+    made = prepare(spec_of(tmp_path / "a.txt", tmp_path / "cache"), 1).folder
+    (tmp_path / "a.txt").rename(tmp_path / "b.txt")
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        shutil.copytree(made, disk / made.name)
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert prepare(spec_of(tmp_path / "b.txt", disk), 1).key == made.name
+        (tmp_path / "c.txt").write_text(WORDS * 2)
+        with pytest.raises(ConfigError, match=r"\(training\.dataset_cache\): .*Read-only file system"):
+            prepare(spec_of(tmp_path / "c.txt", disk), 1)
 
 
 def test_prepare_is_a_command(tmp_path: Path) -> None:

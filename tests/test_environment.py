@@ -11,6 +11,7 @@ import pytest
 
 from components.config import ROOT
 from components.launch import environment
+from tests.processes import small_disk
 
 
 @pytest.fixture
@@ -150,6 +151,19 @@ def test_two_first_runs_at_once_install_once(copy: Path, making: dict[str, str],
     assert [process.returncode for process in runs] == [0, 0], outputs
     assert sorted(bool("waiting" in err) for _, err in outputs) == [False, True]
     assert len(Path(making["PIP_LOG_FILE"]).read_text().splitlines()) == 1
+
+
+def test_who_cannot_write_in_the_checkout_is_told_where_to_make_an_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path / "checkout", "1m") as checkout:
+        subprocess.run(["mount", "-o", "remount,ro", str(checkout)], check=True)
+        monkeypatch.setattr(environment, "ROOT", checkout)
+        monkeypatch.setattr(sys, "argv", ["environment.py", "--make"])
+        assert environment.main() == 1
+    said = capsys.readouterr().err
+    assert f"You cannot write in {checkout}" in said
+    assert f"PYTHON=~/meshwright/bin/python {checkout}/run_train.sh" in said
 
 
 @pytest.mark.clock

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from components.commands.report import main
-from components.config import load_config
+from components.config import ConfigError, load_config
 from components.observe.metrics import Metrics, _memory_gib, peak_flops
 from components.observe.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
+from tests.processes import small_disk
 
 
 def rows(steps: int, **more: Any) -> list[dict[str, Any]]:
@@ -124,6 +125,13 @@ def test_a_row_that_finds_no_space_is_said_once_and_the_run_goes_on(
     metrics.log_validation(3, 1.0, 5)
     metrics.log_validation(4, 1.0, 5)
     assert [row["step"] for row in read_rows(whole)] == [3, 4]
+
+
+def test_a_disk_that_is_full_before_the_first_step_refuses_the_run(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "8k") as disk:
+        (disk / "rest").write_bytes(bytes(4096))
+        with pytest.raises(ConfigError, match=r"job\.dump_folder = .*No space left on device"):
+            metrics_of(disk).resume(0, 0)
 
 
 def metrics_of(folder: Path) -> Metrics:

@@ -5,16 +5,20 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from components.commands import start
-from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.config import ROOT, ConfigError, DataLoader, JobConfig, load_config
 from components.data import __main__ as prepare
+from components.data.loader import build_loader
 from components.launch import settings as settings_module
 from components.launch import signals
+from components.launch.process import shorten_temporary_folder
 from components.launch.settings import Settings, read_settings
 from tests.jobs import OURS, job
 
@@ -89,6 +93,22 @@ def test_checkpoints_must_be_writable_before_a_model_is_built(tmp_path: Path, mo
     start.check([*words, "--checkpoint.load_only"], {"NGPU": "1"})
 
 
+@pytest.mark.parametrize(
+    ("words", "name", "key"),
+    [
+        (["--metrics.enable_tensorboard"], "tb", "metrics.save_tb_folder"),
+        (["--profiling.enable_profiling"], "profile_traces", "profiling.save_traces_folder"),
+        (["--checkpoint.enable", "--checkpoint.last_save_in_hf"], "hugging_face", "checkpoint.last_save_in_hf"),
+    ],
+)
+def test_each_folder_of_outputs_is_checked(words: list[str], name: str, key: str, tmp_path: Path) -> None:
+    config = load_config([*words, "--job.dump_folder", str(tmp_path)])
+    start.check_folders(config)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match=rf"{key} = .*{name} is not a folder"):
+        start.check_folders(config)
+
+
 def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     recipe = ["--job.config_file", str(start.DEFAULT_RECIPE)]
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
@@ -111,6 +131,57 @@ def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.Monkey
     finally:
         gc.unfreeze()
     assert seen == [False, (True, True)]
+
+
+# TMPDIR
+
+
+@pytest.fixture
+def long_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A TMPDIR as clusters make it; the link to it is removed in the end."""
+    folder = tmp_path / ("job_" * 25)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    before = set(Path("/tmp").glob("meshwright-*"))
+    yield folder
+    for link in set(Path("/tmp").glob("meshwright-*")) - before:
+        if Path(os.readlink(link)) == folder:
+            link.unlink()
+
+
+def test_ranks_can_be_started_in_a_long_temporary_folder(long_folder: Path) -> None:
+    code = "import os; from components.launch.process import preload; preload([], 1); print(os.environ['TMPDIR'])"
+    for _ in range(2):  # the second run finds the link
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert Path(done.stdout.strip()).resolve() == long_folder
+        assert len(done.stdout) < 60
+
+
+def test_loader_workers_have_a_short_temporary_folder(long_folder: Path) -> None:
+    build_loader(None, config=DataLoader())  # type: ignore[arg-type]
+    assert tempfile.gettempdir() == str(long_folder)
+    build_loader(None, config=DataLoader(num_workers=1))  # type: ignore[arg-type]
+    assert Path(tempfile.gettempdir()).resolve() == long_folder
+    assert os.environ["TMPDIR"] == tempfile.gettempdir() != str(long_folder)
+
+
+def test_a_long_temporary_folder_to_which_no_link_can_be_made_is_refused(
+    long_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_temporary_folder()
+    link = Path(tempfile.gettempdir())
+    link.unlink()
+    link.symlink_to("/etc")  # as another user could have made it
+    monkeypatch.setattr(tempfile, "tempdir", str(long_folder))
+    try:
+        with pytest.raises(
+            ConfigError, match=rf'environment: TMPDIR = "{long_folder}": too long .* at most \d\d bytes'
+        ):
+            shorten_temporary_folder()
+    finally:
+        link.unlink()
 
 
 # Through the launcher

@@ -19,14 +19,16 @@ from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
-from components.commands.start import check_devices, check_folders, check_initial_weights, with_recipe
+from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
-from components.data.cache import data_spec
+from components.config.files import writable
+from components.data.cache import cache_of, data_spec, is_made
 from components.data.sources import BadRecord, find_files, read_documents
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings
+from components.observe.trackers import check_wandb
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
 from models import meta_model, sizes
@@ -56,16 +58,22 @@ def layout(job: Job) -> str:
 
 
 def folders(job: Job) -> str:
-    """The dump and checkpoint folders can be made and written."""
+    """The folders of the run's outputs can be made and written."""
     check_folders(job.config)
-    for key, folder in (("job.dump_folder", job.dump), ("checkpoint.folder", job.checkpoints)):
-        there = _nearest(folder)
+    for key, folder in output_folders(job.config).items():
+        there = _nearest(folder.absolute())
         try:
             with tempfile.TemporaryFile(dir=there) as file:
                 file.write(b"x")
         except OSError as error:
             raise ConfigError(mistake(job.config, key, f"cannot write in {there}: {error.strerror}")) from None
     return str(job.dump)
+
+
+def tracking(job: Job) -> str:
+    """Weights & Biases has a key, and takes its settings."""
+    check_wandb(job.config)
+    return "Weights & Biases takes its settings" if job.config.metrics.enable_wandb else "metrics.jsonl"
 
 
 def tokenizer(job: Job) -> str:
@@ -98,7 +106,10 @@ def _own(job: Job, path: str | None) -> str:
                 raise ConfigError(document.reason)
     size = sum(file.stat().st_size for file in files)
     batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
-    said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}"
+    if not writable(spec.cache_folder) and not is_made(cache_of(spec, files)):
+        reason = f"no permission to write in {spec.cache_folder}, and {spec.path} is not tokenized there yet"
+        raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
+    said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
     # A token has at least one byte; what a compressed file holds is not known before it is read.
     known = path is None and not any(file.suffix == ".parquet" for file in files)
     if known and size < training.seq_len:
@@ -210,6 +221,7 @@ def clock(job: Job) -> str:
 CHECKS: dict[str, Callable[[Job], str]] = {
     "layout": layout,
     "folders": folders,
+    "tracking": tracking,
     "tokenizer": tokenizer,
     "data": data,
     "initial weights": initial_weights,

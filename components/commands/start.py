@@ -15,10 +15,13 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.config import ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
+from components.config import EXPORTS, ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
+from components.config.files import writable
 from components.launch.exit_codes import ExitCode
+from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
 from components.launch.settings import Settings, gpus, read_settings, wrong
+from components.observe.trackers import check_wandb
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
 
@@ -116,6 +119,7 @@ def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfi
     if config.comm.mode != "fake_backend":
         check_devices(config, settings, environment)
         check_folders(config)
+        check_wandb(config)
     return config, settings
 
 
@@ -193,15 +197,32 @@ def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> 
         raise ConfigError(mistake(config, "job.dump_folder", f"cannot make {logs}: {error.strerror}")) from None
     from components.launch.ranks import run_ranks
 
-    return run_ranks(main, argv, settings, logs)
+    code = run_ranks(main, argv, settings, logs)
+    free_lock_of_dead(logs.parents[1] / RUN_LOCK)
+    return code
 
 
 def check_folders(config: JobConfig) -> None:
-    """Raises ConfigError if the dump folder, or that of checkpoints, could not be made or written; makes neither."""
-    dump = Path(config.job.dump_folder)
-    _check_folder(config, "job.dump_folder", dump)
-    if config.checkpoint.enable and not config.checkpoint.load_only:
-        _check_folder(config, "checkpoint.folder", dump / config.checkpoint.folder)
+    """Raises ConfigError if a folder of the run's outputs could not be made or written; makes none."""
+    for key, folder in output_folders(config).items():
+        _check_folder(config, key, folder)
+
+
+def output_folders(config: JobConfig) -> dict[str, Path]:
+    """Key -> folder that a run writes because of it."""
+    dump, checkpoint, profiling = Path(config.job.dump_folder), config.checkpoint, config.profiling
+    inside = {
+        "checkpoint.folder": (checkpoint.enable and not checkpoint.load_only, checkpoint.folder),
+        "checkpoint.last_save_in_hf": (checkpoint.enable and checkpoint.last_save_in_hf, EXPORTS),
+        "metrics.save_tb_folder": (config.metrics.enable_tensorboard, config.metrics.save_tb_folder),
+        "metrics.enable_wandb": (config.metrics.enable_wandb, "wandb"),
+        "profiling.save_traces_folder": (profiling.enable_profiling, profiling.save_traces_folder),
+        "profiling.save_memory_snapshot_folder": (
+            profiling.enable_memory_snapshot,
+            profiling.save_memory_snapshot_folder,
+        ),
+    }
+    return {"job.dump_folder": dump} | {key: dump / name for key, (used, name) in inside.items() if used}
 
 
 def _check_folder(config: JobConfig, key: str, folder: Path) -> None:
@@ -210,7 +231,7 @@ def _check_folder(config: JobConfig, key: str, folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     if not there.is_dir():
         raise ConfigError(mistake(config, key, f"{there} is not a folder"))
-    if not os.access(there, os.R_OK | os.W_OK | os.X_OK):
+    if not writable(there):
         raise ConfigError(mistake(config, key, f"no permission to write in {there}"))
 
 

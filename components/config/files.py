@@ -101,6 +101,13 @@ def replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, which is made first if it is missing."""
+    folder = folder.absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    return there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)
+
+
 def digest(path: Path) -> list:
     """[size in bytes, BLAKE2b hash] of a file."""
     with path.open("rb") as file:

@@ -38,7 +38,8 @@ class Metrics:
     save_tb_folder: PathName = "tb"
     """Folder of the TensorBoard events, inside dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; WANDB_MODE=offline needs no network."""
+    """Log to Weights & Biases; WANDB_MODE=offline needs no network. Without an answer of the server at the start, the
+    run is kept in dump_folder, for `wandb sync`. Training never waits for it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,7 +60,8 @@ class Training:
     """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
     neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
     dataset_cache: PathName = ".cache/tokens"
-    """Folder of tokenized data, which runs share; relative to the repository."""
+    """Folder of tokenized data, which runs share; relative to the repository. If the repository cannot be written, the
+    default is meshwright/tokens in XDG_CACHE_HOME, or in ~/.cache."""
     local_batch_size: Sequences = 8
     """Sequences per accumulation step (one forward and backward) on one rank."""
     global_batch_size: Literal[-1] | Sequences = -1

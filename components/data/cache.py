@@ -22,14 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from filelock import FileLock
 from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
-from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, write_json
+from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, writable, write_json
 from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
+from components.launch.locks import locked
 from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
@@ -118,8 +118,27 @@ def data_spec(training: Training, tokenizer_path: str, path: str | None = None) 
             raise ConfigError(f'training.dataset = "{training.dataset}": not one of {known}; or set dataset_path')
         path = str(REGISTERED[training.dataset])
     folder = ROOT / training.dataset_cache
+    if training.dataset_cache == Training.dataset_cache and not writable(folder):  # somebody else's checkout
+        folder = own_cache()
     skip, separator = training.dataset_errors == "skip", training.dataset_separator
     return DataSpec(path, training.dataset_text_field, skip, tokenizer_path, folder, separator=separator)
+
+
+def own_cache() -> Path:
+    """The folder of tokenized data in the user's own folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meshwright/tokens"
+
+
+def cache_of(spec: DataSpec, files: list[Path]) -> Path:
+    """The folder of the finished cache of this data, or where the cache is to be made."""
+    key = _key(spec, files)
+    shared = ROOT / Training.dataset_cache / key  # perhaps made by the owner of the checkout
+    return shared if spec.cache_folder == own_cache() and is_made(shared) else spec.cache_folder / key
+
+
+def is_made(folder: Path) -> bool:
+    """Whether a cache is finished."""
+    return (folder / "index.json").exists()
 
 
 def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
@@ -129,17 +148,17 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
     """
     try:
         files = find_files(spec.path)
-        spec.cache_folder.mkdir(parents=True, exist_ok=True)
-        key = _key(spec, files)
-        folder = spec.cache_folder / key
+        folder = cache_of(spec, files)
         # An existing cache needs no lock, because its disk may be read-only.
-        if not (folder / "index.json").exists():
-            with FileLock(spec.cache_folder / f".{key}.lock"):
-                if not (folder / "index.json").exists():
+        if not is_made(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with locked(folder.with_name(f".{folder.name}.lock"), f"tokenize {spec.path}"):
+                if not is_made(folder):
                     _build(spec, files, folder, workers or cores())
         return TokenCache(folder)
     except OSError as error:
-        raise ConfigError(f"training data {spec.path}, cache in {spec.cache_folder}: {error}") from error
+        where = f"cache in {spec.cache_folder} (training.dataset_cache)"
+        raise ConfigError(f"training data {spec.path}, {where}: {error}") from error
 
 
 def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
@@ -173,18 +192,23 @@ def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
 
 
 def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path], str]) -> list[str]:
-    """The hash of each file. hashes.json remembers the hashes of unchanged files."""
+    """The hash of each file. hashes.json, if it can be written, remembers the hashes of unchanged files."""
     memory_file = cache_folder / "hashes.json"
     states = [file.stat() for file in files]
     # A copy may keep size and mtime, but ctime cannot be set.
     kind = "" if hash_file is _whole else f"{hash_file.__name__}:"
     names = [f"{kind}{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
-    memory = read_json_if_whole(memory_file)
-    if not memory.keys() >= set(names):
-        with FileLock(cache_folder / ".hashes.lock"):
-            memory = read_json_if_whole(memory_file)
-            memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
-            replace(memory_file, json.dumps(memory))
+    memory: dict[str, str] = {}
+    try:
+        memory = read_json_if_whole(memory_file)
+        if not memory.keys() >= set(names):
+            cache_folder.mkdir(parents=True, exist_ok=True)
+            with locked(cache_folder / ".hashes.lock", f"hash the data's {len(files):,} files"):
+                memory = read_json_if_whole(memory_file)
+                memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
+                replace(memory_file, json.dumps(memory))
+    except OSError:  # the cache is read-only, or a file cannot be read
+        memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
     return [memory[name] for name in names]
 
 

@@ -43,13 +43,19 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
     except OSError as error:
         if error.errno is None:
             raise ConfigError(f"{repository}: {first_line(error)}") from None
-        full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
-        raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
+        raise ConfigError(f"{repository}: cannot write: {error.strerror}{_REMEDIES.get(error.errno, '')}") from None
     except Exception as error:
         # The type of a connection error depends on the library's transport, which changes between versions.
         if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
+
+
+_REMEDIES = {
+    errno.ENOSPC: "; what is there stays, the same command goes on from it",
+    errno.EACCES: "; --into FOLDER names another folder",
+    errno.EROFS: "; --into FOLDER names another folder",
+}
 
 
 def first_line(error: BaseException) -> str:

@@ -19,6 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from components.config import ConfigError, DataLoader
 from components.data.order import token_keys
 from components.data.packed import PackedSequences
+from components.launch.process import shorten_temporary_folder
 
 IGNORED = -100
 """Label without loss: of padding, or of a token that is not trained."""
@@ -118,9 +119,11 @@ def build_loader(
     """Yields batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
     With document_mask a batch also has document_ids, and positions restart at each document. columns names rows of
-    COLUMNS that it has too. Raises RuntimeError if a worker dies.
+    COLUMNS that it has too. Raises RuntimeError if a worker dies, ConfigError if TMPDIR is too long for its sockets.
     """
     config = config or DataLoader()
+    if config.num_workers:
+        shorten_temporary_folder()  # workers send tensors through sockets in it
     context = multiprocessing.get_context("spawn")
     leaving = context.RawValue("b", 0)
     atexit.register(setattr, leaving, "value", 1)

@@ -8,7 +8,6 @@ The first rank of each node starts the writer (writer.py); all ranks and loader 
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -28,6 +27,7 @@ from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized,
 from components.data.hub import dataset_revision, first_line, hub_errors
 from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_inside, walk
 from components.data.tokenizer import load_tokenizer, try_tokenizer
+from components.launch.locks import is_held
 
 AHEAD_TOKENS = 1 << 24
 """Read-ahead of the writer: it waits when it is this many tokens ahead of the readers' requests."""
@@ -123,12 +123,8 @@ def stream_spec(config: JobConfig) -> StreamSpec:
 
 
 def sampled(cache_folder: Path, files: list[Path]) -> str:
-    """Hash of the sampled content of these files, in order. A writable cache remembers hashes of unchanged files."""
-    try:
-        cache_folder.mkdir(parents=True, exist_ok=True)
-        found = hashes_of(cache_folder, files, sample)
-    except OSError:
-        found = [sample(file) for file in files]
+    """Hash of the sampled content of these files, in order."""
+    found = hashes_of(cache_folder, files, sample)
     return hashlib.blake2b("".join(found).encode(), digest_size=12).hexdigest()
 
 
@@ -288,15 +284,7 @@ class StreamCache:
             return
 
     def _writer_lives(self) -> bool:
-        """Whether any process holds the writer's lock. Tests with a shared lock, which does not block other readers."""
-        try:
-            with self.spec.lock_file.open() as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        return False
+        return is_held(self.spec.lock_file)
 
 
 def start_writer(spec: StreamSpec, ahead_tokens: int = AHEAD_TOKENS) -> "subprocess.Popen[str]":

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
 from components.config import ConfigError
 from components.config.files import replace
 from components.data.cache import token_dtype, tokenized
 from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
+from components.launch.locks import end_process, keep_lock
 from components.launch.process import cores
 
 _PUBLISH_SECONDS = 0.25
@@ -33,12 +33,9 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     spec = StreamSpec(**fields | {"cache_folder": Path(fields["cache_folder"]), "folder": Path(fields["folder"])})
     spec.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(spec.lock_file)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:  # another job's writer holds the lock; take over when it ends
+    if not keep_lock(spec.lock_file):  # another job's writer holds the lock; take over when it ends
         print("ready", flush=True)
-        lock.acquire()
+        keep_lock(spec.lock_file, f"tokenize {spec.path} ahead")
     progress = begin(spec)
     print("ready", flush=True)
     try:
@@ -54,7 +51,7 @@ def main() -> None:
 
 def _end_with_parent() -> None:
     sys.stdin.read()
-    os._exit(1)
+    end_process(1)
 
 
 def begin(spec: StreamSpec) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from components.config import ConfigError
 from components.launch.exit_codes import ExitCode
+from components.launch.locks import end_process
 from components.launch.orphan import outlive_readers, rank_log
 
 
@@ -27,7 +28,7 @@ def leave(code: int) -> NoReturn:
         dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:

@@ -10,10 +10,14 @@ run_train.sh and tests/run.sh call this before any package is installed:
 import argparse
 import contextlib
 import fcntl
+import itertools
+import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import time
 import tomllib
 import venv
 from collections.abc import Iterator
@@ -124,16 +128,47 @@ def _in_venv(*words: str, stdout: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Holds a lock that the operating system releases when the process dies."""
+    """Holds a lock, which the operating system releases when the process dies if the file system has flock."""
     path = ROOT / ".cache/environment.lock"
     path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
+    with path.open("w") as file, contextlib.ExitStack() as stack:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             print("another run is making .venv: waiting for it", flush=True)
             fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without flock
+            stack.enter_context(_made(path.with_suffix(".held")))
         yield
+
+
+@contextlib.contextmanager
+def _made(path: Path) -> Iterator[None]:
+    """Waits until this process can make the file; removes the file at the end. A killed process leaves it."""
+    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    for attempt in itertools.count():
+        try:
+            with path.open("x") as file:
+                file.write(mine)
+            break
+        except FileExistsError:
+            with contextlib.suppress(FileNotFoundError):  # just removed
+                if not attempt:
+                    print(
+                        f"waiting for {path.read_text()}, which makes .venv; if it has ended, remove {path}", flush=True
+                    )
+            time.sleep(0.2)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+_ELSEWHERE = """\
+You cannot write in {root}. Make an environment in a folder of yours, and name its Python at each start:
+  python3 -m venv ~/meshwright
+  ~/meshwright/bin/python {root}/components/launch/environment.py --install
+  PYTHON=~/meshwright/bin/python {root}/run_train.sh ..."""
 
 
 def main() -> int:
@@ -153,6 +188,8 @@ def main() -> int:
         {"install": install, "make": make}[arguments.action](arguments.group)
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"{arguments.action}: {error}", file=sys.stderr)
+        if arguments.action == "make" and not os.access(ROOT, os.W_OK):
+            print(_ELSEWHERE.format(root=ROOT), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

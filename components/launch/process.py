@@ -1,13 +1,16 @@
 """One rank's process. Its output goes to the console immediately, and to a log file in whole lines."""
 
 import contextlib
+import errno
 import gc
+import hashlib
 import math
 import multiprocessing
 import os
 import pkgutil
 import re
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
@@ -16,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from components.config import ConfigError
 from components.launch.orphan import LAUNCHER_PIPE, variables
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
@@ -42,15 +46,42 @@ keep other threads from the cores of a busy machine (tests/benchmarks/busy.py)."
 def preload(modules: list[str], threads: int) -> None:
     """Starts the fork server, which imports these modules; does not wait for the imports.
 
-    threads: OpenMP threads of each rank. OpenMP reads this number when torch is imported.
+    threads: OpenMP threads of each rank. OpenMP reads this number when torch is imported. Raises ConfigError as
+    shorten_temporary_folder does.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
         os.environ.setdefault(name, value)
     os.environ["PYTHONUNBUFFERED"] = "1"
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation of GPU memory
+    shorten_temporary_folder()
     _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
     forkserver.ensure_running()
+
+
+def shorten_temporary_folder() -> None:
+    """Replaces a long TMPDIR by a short link to it, because the path of multiprocessing's sockets in it is limited.
+
+    Each user has one link for each long TMPDIR; it stays. Raises ConfigError if the link cannot be made.
+    """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) <= _LONGEST_TMPDIR:
+        return
+    name = hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()
+    link = Path(f"/tmp/meshwright-{os.getuid()}-{name}")
+    try:
+        with contextlib.suppress(FileExistsError):
+            link.symlink_to(folder)
+        if link.lstat().st_uid != os.getuid() or os.readlink(link) != folder:
+            raise FileExistsError(errno.EEXIST, "another user's file", str(link))
+    except OSError as error:
+        reason = f"too long for the sockets in it; use a folder of at most {_LONGEST_TMPDIR} bytes ({error})"
+        raise ConfigError(f'environment: TMPDIR = "{folder}": {reason}') from None
+    os.environ["TMPDIR"] = tempfile.tempdir = str(link)
+
+
+_LONGEST_TMPDIR = 103 - len("/pymp-12345678/listener-12345678")
+"""Bytes. The path of a socket has at most 103 bytes on macOS, and 107 on Linux."""
 
 
 class RankProcess:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from components.launch.exit_codes import ExitCode
+from components.launch.locks import end_process
 from components.launch.orphan import grace_seconds, launcher_pipe
 from components.launch.process import say
 
@@ -54,7 +55,7 @@ def end_at_signals(when: str) -> None:
 
     def end(number: int, _: object) -> None:
         say(f"{signal.Signals(number).name} {when}: nothing to save")
-        os._exit(128 + number)
+        end_process(128 + number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, end)
@@ -136,7 +137,7 @@ class StopSignal:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             ready = select.select(watched, [], [], left)[0]
             if not ready:
-                os._exit(ExitCode.UNSAVED)  # without a launcher nobody else ends a rank that hangs
+                end_process(ExitCode.UNSAVED)  # without a launcher nobody else ends a rank that hangs
             if launcher in ready:  # end-of-file, because nothing is ever written to this pipe
                 watched.remove(launcher)
                 deadline = time.monotonic() + grace_seconds()
@@ -151,11 +152,11 @@ class StopSignal:
         first = self.request.receive(number)
         if self._saves:
             if self.request.at_once:
-                os._exit(ExitCode.UNSAVED)
+                end_process(ExitCode.UNSAVED)
         elif first or self.request.at_once:
             self._end(128 + self.request.number)
 
     def _end(self, code: int) -> None:
         if os.environ.get("RANK", "0") == "0" and not self.code:
             say(f"stopped by signal {code - 128}: nothing to save")
-        os._exit(code)
+        end_process(code)

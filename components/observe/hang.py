@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from components.launch.exit_codes import ExitCode
+from components.launch.locks import end_process
 from parallelize.mesh import Mesh
 
 _REPORT_SECONDS = 1.0
@@ -191,7 +192,7 @@ def _end(said: str) -> NoReturn:
     """At once: what main does at its end, as drawing a picture, would keep the other ranks waiting."""
     sys.stdout.flush()
     print(said, file=sys.stderr, flush=True)
-    os._exit(ExitCode.LOST_RANK)
+    end_process(ExitCode.LOST_RANK)
 
 
 def sentence(reports: dict[int, Report], world_size: int) -> str:

@@ -1,5 +1,6 @@
-"""Outputs of a run: metrics.jsonl, run.json, the console line, loss.png, Weights & Biases, TensorBoard."""
+"""Outputs of a run: metrics.jsonl, run.json, the console line, loss.png."""
 
+import contextlib
 import json
 import math
 import os
@@ -9,17 +10,18 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
 from components.config.files import replace
+from components.launch.locks import RUN_LOCK, holder, keep_lock
 from components.observe.report import Panel, draw, points, read_rows
+from components.observe.trackers import Row, Tracker, trackers
 
 # Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
 PEAK_FLOPS = {
@@ -41,10 +43,6 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
-Row = dict[str, Any]
-"""A line of metrics.jsonl."""
-
-
 class Metrics:
     """Writes a row for each logged step. Only rank 0 writes; on other ranks every method does nothing."""
 
@@ -56,7 +54,7 @@ class Metrics:
         self.rank = rank
         self.peak = peak_flops(_device_name(device))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
-        self.writers: list[Writer] = []
+        self.trackers: list[Tracker] = []
         self.rows = self.folder / "metrics.jsonl"
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.last_tokens = self.first_step = 0
@@ -70,14 +68,12 @@ class Metrics:
         self.started = self.last_time = time.perf_counter()
         if self.rank:
             return
-        if not step and self.rows.exists():  # another run's
-            self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
-        rows = read_rows(self.rows)
-        replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
-        if self.config.metrics.enable_tensorboard:
-            self.writers.append(_tensorboard(self.folder / self.config.metrics.save_tb_folder, step))
-        if self.config.metrics.enable_wandb:
-            self.writers.append(_wandb(self.folder, self.config, step))
+        with self._refusing():
+            if not step and self.rows.exists():  # another run's
+                self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
+            rows = read_rows(self.rows)
+            replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        self.trackers = trackers(self.config, step)
 
     def log(self, step: int, tokens: int, **values: float | None) -> None:
         """Write the row of a training step; tokens: seen so far; values: loss, grad_norm, lr and others."""
@@ -129,12 +125,12 @@ class Metrics:
         self.last_time, self.last_step, self.last_tokens = time.perf_counter(), step, tokens
 
     def close(self) -> None:
-        """Draw loss.png and close the writers."""
+        """Draw loss.png and close the trackers."""
         if self.rank:
             return
-        for _, close in self.writers:
-            close()
-        self.writers = []
+        for tracker in self.trackers:
+            tracker.close()
+        self.trackers = []
         try:
             draw_loss(read_rows(self.rows), self.folder / "loss.png", self.config.job.description)
         except Exception as error:  # a picture must not hide how the run ended
@@ -146,12 +142,12 @@ class Metrics:
             with self.rows.open("a") as file:
                 file.write("\n" * self.torn + json.dumps(row) + "\n")  # after what is left of a row that was lost
             self.torn = False
-            for write, _ in self.writers:
-                write(_flat(row))
         except OSError as error:  # a disk that is full: the run is worth more than its rows
             if not self.told:
                 print(f"step {row['step']}: rows are lost: {self.rows}: {error.strerror}", file=sys.stderr, flush=True)
             self.torn = self.told = True
+        for tracker in self.trackers:
+            tracker.write(_flat(row))
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
@@ -167,7 +163,16 @@ class Metrics:
             "git": git_revision(),
             "config": to_dict(self.config),
         }
-        (self.folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
+        with self._refusing():
+            replace(self.folder / "run.json", json.dumps(run, indent=1) + "\n")
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turns an OSError, as of a full disk, into a ConfigError: before the first step nothing is lost."""
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(mistake(self.config, "job.dump_folder", str(error))) from None
 
 
 NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
@@ -180,53 +185,19 @@ NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
 """Numbers added to each logged row, in this order, from the row so far: step, tokens, values of train.py's log."""
 
 
-Writer = tuple[Callable[[Row], None], Callable[[], None]]
-"""Writes a row of scalars; closes."""
+def lock_folder(config: JobConfig) -> None:
+    """Make the dump folder and lock it against other runs until this process ends.
 
-
-def _tensorboard(folder: Path, step: int) -> Writer:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def write(row: Row) -> None:
-        for key, value in row.items():
-            if key != "step" and value is not None:
-                writer.add_scalar(key, value, row["step"])
-
-    return write, writer.close
-
-
-def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
-    """A run whose id is kept in the dump folder, so that a resumed job continues the curve."""
-    import wandb
-
-    file = folder / "wandb_run_id"
-    known = file.read_text().strip() if step and file.exists() else None
-    run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "meshwright"),
-        dir=str(folder),
-        id=known,
-        resume="allow" if known else None,
-        notes=config.job.description,
-        config=to_dict(config),
-    )
-    file.write_text(run.id)
-    return lambda row: run.log({key: row[key] for key in row if key != "step"}, step=row["step"]), run.finish
-
-
-def lock_folder(config: JobConfig) -> FileLock:
-    """Make the dump folder and lock it against other runs; raises ConfigError if it is locked or cannot be made."""
-    folder = Path(config.job.dump_folder)
+    Raises ConfigError if it is locked or cannot be made.
+    """
+    file = Path(config.job.dump_folder) / RUN_LOCK
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / ".lock", blocking=False)
-        lock.acquire()
-    except Timeout:
-        raise ConfigError(mistake(config, "job.dump_folder", "another run is writing into it")) from None
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if keep_lock(file):
+            return
     except OSError as error:
         raise ConfigError(mistake(config, "job.dump_folder", str(error))) from None
-    return lock
+    raise ConfigError(mistake(config, "job.dump_folder", f"another run is writing into it: {holder(file)}"))
 
 
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
@@ -261,7 +232,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Scalars by name for the writers; dynamics get names as gradient_norm/layers.0."""
+    """Scalars by name for the trackers; dynamics get names as gradient_norm/layers.0."""
     tables = row.get("dynamics", {}).items()
     dynamics = {f"{table}/{part}": value for table, parts in tables for part, value in parts.items()}
     return {key: value for key, value in row.items() if key != "dynamics"} | dynamics

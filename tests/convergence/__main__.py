@@ -25,6 +25,7 @@ from pathlib import Path
 
 from components.commands.start import gpus
 from components.config import ROOT, ConfigError
+from components.config.files import writable
 from components.launch.exit_codes import ExitCode
 from tests.convergence import golden
 from tests.convergence.report import Comparison, as_text, write
@@ -80,6 +81,8 @@ def main(argv: list[str]) -> int:
     try:
         for recipe in recipes:
             folder = (options.output or ROOT / "outputs" / "convergence") / f"{recipe.stem}-{steps}"
+            if not writable(folder):
+                raise ConfigError(f"{folder} cannot be written; use --output FOLDER")
             sides = [parse(text, recipe) for text in [options.reference, *(words or defaults)]]
             if not words:
                 sides = [sides[0], *that_fit(sides[1:], steps, tuple(settings))]
