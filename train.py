@@ -25,7 +25,7 @@ from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.launch.memory import keep_freed_memory
 from components.launch.signals import StopSignal
-from components.observe.describe import introduce
+from components.observe.describe import describe_rate_change, introduce
 from components.observe.dynamics import Dynamics
 from components.observe.guards import Guards
 from components.observe.hang import HangWatch
@@ -33,7 +33,7 @@ from components.observe.metrics import Metrics, lock_folder
 from components.observe.profiling import profiling
 from components.observe.replicas import Replicas
 from components.observe.stragglers import Stragglers
-from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, shared_by, update
+from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, rate_settings, shared_by, update
 from components.state.adapters import export_run, starting_state
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
@@ -99,7 +99,7 @@ class Run:
         """The numbers that a checkpoint keeps beside tensors."""
         order = data_order(self.train_set.key, self.train_set.content, self.config)
         numbers = {"sequences": self.sequences, "tokens": self.tokens, "global_batch_size": self.global_batch_size}
-        return {**numbers, "data_order": order, **self.guards.state()}
+        return {**numbers, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
 
 
 def build(config: JobConfig, device: torch.device) -> Run:
@@ -144,7 +144,8 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
-    print_on_rank_0(f"continuing after step {run.step}, at sequence {run.sequences:,}")
+    lines = describe_rate_change(run.config, state.get("rate", {}), run.step)
+    print_on_rank_0("\n".join([f"continuing after step {run.step}, at sequence {run.sequences:,}", *lines]))
 
 
 def local_order(run: Run, consumed_sequences: int) -> Order:

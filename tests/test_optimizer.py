@@ -1,5 +1,6 @@
 """Learning rates by step, clipping, groups by role; and what holds of every optimizer and schedule, added ones too."""
 
+import json
 import math
 import typing
 from dataclasses import replace
@@ -13,13 +14,14 @@ from torch import nn
 import train
 from components.config import ConfigError, LRScheduler, Optimizer, load_config
 from components.config.optimizer import OPTIMIZER_KEYS
-from components.observe.describe import describe_rate
+from components.observe.describe import describe_rate, describe_rate_change
 from components.optim.optimizer import (
     OPTIMIZERS,
     RATE_SCHEDULES,
     build_optimizer,
     clip_gradients,
     learning_rate,
+    rate_settings,
     state_bytes,
     update,
 )
@@ -86,6 +88,87 @@ def test_a_run_may_end_within_its_warm_up_and_is_told_so() -> None:
     ]
     assert describe_rate(30, 30) == []
     assert load_config(words[:2]).lr_scheduler.warmup_steps == 20
+
+
+BEFORE = "--training.steps 300 --lr_scheduler.warmup_steps 100 --lr_scheduler.min_lr_factor 0.2 --optimizer.lr 1e-3"
+TOTAL = "lr_scheduler.total_steps (training.steps if unset) was 300 and is"
+CHANGES: dict[str, tuple[str, int, list[str]]] = {
+    "the same": ("", 100, []),
+    "another decay, which comes later": (
+        "--lr_scheduler.decay_ratio 0.5",
+        100,
+        [
+            "the learning rate of step 101 is 1.00e-03; in the schedule of the checkpoint, 9.96e-04: "
+            "lr_scheduler.decay_ratio was unset and is 0.5",
+            "to keep that schedule, set no lr_scheduler.decay_ratio",
+        ],
+    ),
+    "a finished run goes on": (
+        "--training.steps 600",
+        300,
+        [
+            f"the learning rate of step 301 is 6.78e-04; in the schedule of the checkpoint, 2.00e-04: {TOTAL} 600",
+            "that schedule has ended; to stay at its last rate, set optimizer.lr = 0.0002, "
+            'lr_scheduler.decay_type = "constant", lr_scheduler.warmup_steps = 0',
+        ],
+    ),
+    "what was said is done": (
+        "--training.steps 600 --optimizer.lr 2e-4 --lr_scheduler.decay_type constant --lr_scheduler.warmup_steps 0",
+        300,
+        [],
+    ),
+    "more steps before the end": (
+        "--training.steps 600",
+        200,
+        [
+            f"the learning rate of step 201 is 8.38e-04; in the schedule of the checkpoint, 5.96e-04: {TOTAL} 600",
+            "that schedule ends at step 300; to keep it, set lr_scheduler.total_steps = 300, training.steps = 300",
+        ],
+    ),
+    "fewer steps": (
+        "--training.steps 250",
+        200,
+        [
+            f"the learning rate of step 201 is 4.61e-04; in the schedule of the checkpoint, 5.96e-04: {TOTAL} 250",
+            "to keep that schedule, set lr_scheduler.total_steps = 300",
+        ],
+    ),
+    "fewer steps of that schedule": ("--training.steps 250 --lr_scheduler.total_steps 300", 200, []),
+    "another peak and warm-up": (
+        "--optimizer.lr 2e-3 --lr_scheduler.warmup_steps 50",
+        20,
+        [
+            "the learning rate of step 21 is 8.40e-04; in the schedule of the checkpoint, 2.10e-04: "
+            "optimizer.lr was 0.001 and is 0.002, lr_scheduler.warmup_steps was 100 and is 50",
+            "to keep that schedule, set optimizer.lr = 0.001, lr_scheduler.warmup_steps = 100",
+        ],
+    ),
+    "a role": (
+        "--optimizer.embedding.lr_factor 0.5",
+        20,
+        [
+            "the learning rate of step 21 is 2.10e-04; in the schedule of the checkpoint, 2.10e-04: "
+            "optimizer.embedding.lr_factor was 1.0 and is 0.5",
+            "to keep that schedule, set optimizer.embedding.lr_factor = 1.0",
+        ],
+    ),
+    "from step 0 on": ("--optimizer.lr 2e-3", 0, []),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_schedule_that_is_not_that_of_the_checkpoint_is_said_with_both_rates(change: str) -> None:
+    words, step, said = CHANGES[change]
+    saved = json.loads(json.dumps(rate_settings(load_config(BEFORE.split()))))
+    config = load_config([*BEFORE.split(), *words.split()])
+    assert describe_rate_change(config, saved, step) == said
+    assert describe_rate_change(config, {}, step) == [], "of an older version"
+
+
+def test_a_schedule_that_ended_at_0_leaves_no_rate_to_go_on_with() -> None:
+    saved = rate_settings(load_config(["--training.steps", "300"]))
+    said = describe_rate_change(load_config(["--training.steps", "400"]), saved, 300)
+    assert said[1] == "that schedule has ended with the rate 0"
 
 
 def test_clipping_is_by_the_norm_of_all_parameters() -> None:

@@ -156,10 +156,12 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: P
     assert stopped_at < 24
     assert (run_folder / f"checkpoint/step-{stopped_at}").is_dir(), "the step that it stopped at is saved"
 
-    second = run_train(*given, "--job.dump_folder", str(run_folder))
+    changed = ("--optimizer.router.lr_factor", "0.5")  # no parameter here has this role
+    second = run_train(*given, *changed, "--job.dump_folder", str(run_folder))
     output = second.communicate(timeout=120)[0]
     assert second.returncode == 0, output
     assert f"continuing after step {stopped_at}" in output
+    assert "to keep that schedule, set optimizer.router.lr_factor = 1.0" in output
     assert numbers(run_folder) == numbers(whole)
     assert [row for row in rows(run_folder) if "validation_loss" in row] == [
         row for row in rows(whole) if "validation_loss" in row

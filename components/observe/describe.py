@@ -1,12 +1,15 @@
 """Lines printed when a run starts: model, layout, batch, and a warning if the learning rate will not reach its peak."""
 
 import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 
-from components.config import JobConfig, to_dict
-from components.optim.optimizer import state_bytes
+from components.config import JobConfig, LRScheduler, to_dict
+from components.config.keys import show
+from components.optim.optimizer import learning_rate, rate_settings, state_bytes
 from models import meta_model, sizes
 from parallelize.mesh import Degrees, draw_layout, global_batch_size
 from parallelize.schedules import describe_stages
@@ -42,3 +45,49 @@ def describe_rate(warmup_steps: int, steps: int) -> list[str]:
         return []
     end = f"training.steps = {steps} ends within lr_scheduler.warmup_steps = {warmup_steps}"
     return [f"{end}: the rate only rises, to {steps / warmup_steps:.0%} of its peak"]
+
+
+def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) -> list[str]:
+    """Lines about learning rates that differ from those of the run that saved a checkpoint; none if no rate differs.
+
+    saved: rate_settings of that run; empty if an older version saved the checkpoint. step: the checkpoint's step.
+    """
+    if not saved or not step:
+        return []
+    now, steps, table = rate_settings(config), config.training.steps, "lr_scheduler."
+    changed = {key: value for key, value in saved.items() if now.get(key, value) != value}
+    if not changed:
+        return []
+    end, peak = saved[f"{table}total_steps"], saved["optimizer.lr"]
+    old = LRScheduler(**{key.removeprefix(table): value for key, value in saved.items() if key.startswith(table)})
+
+    def rates(step: int) -> tuple[float, float]:
+        own = learning_rate(step, config.lr_scheduler, config.optimizer.lr, steps)
+        return own, learning_rate(min(step, end), old, peak, end)
+
+    roles = any(key.endswith(".lr_factor") for key in changed)
+    first = next((each for each in range(step + 1, steps + 1) if roles or not math.isclose(*rates(each))), None)
+    if first is None:
+        return []
+    own, theirs = rates(first)
+    changes = ", ".join(f"{key} was {show(value)} and is {show(now[key])}" for key, value in changed.items())
+    changes = changes.replace("total_steps", "total_steps (training.steps if unset)")
+    line = f"the learning rate of step {first} is {own:.2e}; in the schedule of the checkpoint, {theirs:.2e}: {changes}"
+    if end >= steps:
+        remedy = f"to keep that schedule, set {_as_settings(changed)}"
+    elif step < end:
+        remedy = f"that schedule ends at step {end}; to keep it, set {_as_settings(changed | {'training.steps': end})}"
+    elif theirs:
+        constant = {
+            "optimizer.lr": float(f"{theirs:.12g}"),
+            f"{table}decay_type": "constant",
+            f"{table}warmup_steps": 0,
+        }
+        remedy = f"that schedule has ended; to stay at its last rate, set {_as_settings(constant)}"
+    else:
+        remedy = "that schedule has ended with the rate 0"
+    return [line, remedy]
+
+
+def _as_settings(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {show(value)}" if value is not None else f"no {key}" for key, value in values.items())

@@ -4,7 +4,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 import torch
@@ -215,6 +215,13 @@ def learning_rate(step: int, config: LRScheduler, peak: float, training_steps: i
     progress = max(0, step - (total - decay_steps)) / max(1, decay_steps)
     shape = RATE_SCHEDULES[config.decay_type](progress)
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * shape)
+
+
+def rate_settings(config: JobConfig) -> dict[str, Any]:
+    """Key -> value of all that sets the learning rates of a run's steps. A checkpoint keeps them."""
+    schedule = asdict(config.lr_scheduler) | {"total_steps": config.lr_scheduler.total_steps or config.training.steps}
+    roles = {f"optimizer.{role}.lr_factor": getattr(config.optimizer, role).lr_factor for role in get_args(Role)}
+    return {"optimizer.lr": config.optimizer.lr, **roles, **{f"lr_scheduler.{key}": schedule[key] for key in schedule}}
 
 
 def local_gradients(parameters: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
