@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from components.config import ROOT, ConfigError, Training, load_config
-from components.data import DataSpec, data_spec, prepare
+from components.data import DataSpec, data_spec, prepare, sources
 from components.data.sources import BadRecord, find_files, read_documents
 from tests.caches import caches_in, documents_of, spec_of
 
@@ -65,6 +65,10 @@ def test_a_path_without_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         prepare(spec_of(path, tmp_path / "cache"))
 
 
+def texts(file: Path) -> list[str]:
+    return ["".join(text) for text in read_documents(file, "text") if not isinstance(text, BadRecord)]
+
+
 def reasons(file: Path, field: str = "text") -> list[str]:
     return [document.reason for document in read_documents(file, field) if isinstance(document, BadRecord)]
 
@@ -72,13 +76,35 @@ def reasons(file: Path, field: str = "text") -> list[str]:
 def test_text_is_utf8_without_its_mark_and_with_one_kind_of_line_end(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes("\ufeffone\r\ntwo\rthree\n".encode())
-    assert list(read_documents(file, "text")) == ["one\ntwo\rthree\n"]
+    assert texts(file) == ["one\ntwo\rthree\n"]
     file.write_bytes(b"0123456789\xff")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 10"]
     file.write_bytes("\ufeffab".encode() + b"\xff")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 5"]
     file.write_text("text", encoding="utf-16")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 0"]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 1 << 20])
+def test_a_text_read_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(sources, "_PIECE", piece)
+    file = tmp_path / "a.txt"
+    for text in ("\ufeff\ufeffa\r\r\nb\r\n\r\nnaïve 日本 😀\r", "\r\n", "\ufeff", "\r" * 9, "\n\r" * 9):
+        file.write_bytes(text.encode())
+        assert texts(file) == [text.removeprefix("\ufeff").replace("\r\n", "\n")]
+    file.write_bytes("é".encode() * 30_000 + b"\xf0\x9f")
+    assert reasons(file) == [f"{file}: not UTF-8 at byte 60000"]
+
+
+def test_a_line_that_is_no_record_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_LINE", 30)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n[' + "1, " * 100 + '1]\n{"text": "two"}\n' + "[" * 99)
+    one, long, two, last = read_documents(file, "text")
+    assert (one, two) == ("one", "two")
+    assert long == BadRecord(f"{file}:2: a line of more than 30 bytes: one object a line")
+    assert isinstance(last, BadRecord)
+    assert last.reason.startswith(f"{file}:4: ")
 
 
 @pytest.mark.parametrize(

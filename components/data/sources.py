@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from components.config import ROOT, ConfigError
 from components.config.files import inside
@@ -17,6 +19,12 @@ REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 HUB = {"c4": "allenai/c4:en"}
 """Short names of datasets of the Hugging Face hub."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PIECE = 1 << 20
+"""Characters of a text file that are read at once."""
+_LONGEST_LINE = 1 << 30
+"""Bytes of a line of JSONL; a longer one is no record, but perhaps a JSON list in one line."""
+_ROWS = 256
+"""Rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,15 @@ class BadRecord:
     reason: str
 
 
-Reader = Callable[[Path, str], Iterator[str | BadRecord]]
+Document = str | Iterator[str]
+"""A text, or its pieces in order: a text file may be larger than memory."""
+Reader = Callable[[Path, str], Iterator[Document | BadRecord]]
 """(file, text_field) -> documents of the file."""
+
+
+def ending(file: Path) -> str:
+    """The ending that decides how a file is read: ".txt" of "BOOK.TXT"."""
+    return file.suffix.lower()
 
 
 def find_files(path: str) -> list[Path]:
@@ -95,22 +110,52 @@ def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _covers(pattern[1:], parts[1:])
 
 
-def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     """Yields the documents of a file in order. A document is a text file, a JSONL line or a parquet row."""
-    return READERS[file.suffix](file, text_field)
+    return READERS[ending(file)](file, text_field)
 
 
-def _read_text(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def text_pieces(text: TextIO, name: str) -> Iterator[str]:
+    """Yields an open text in pieces, without its byte order mark and with a line feed for each pair \\r\\n.
+
+    Raises ConfigError with this name and the first byte that is not UTF-8.
+    """
+    held, mark = "", "\ufeff"
     try:
-        yield file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        yield BadRecord(f"{file}: not UTF-8 at byte {error.start}")
+        while piece := text.read(_PIECE):
+            joined, mark = held + piece.removeprefix(mark), ""
+            held = "\r" if joined.endswith("\r") else ""  # its \n may come with the next piece
+            yield joined[: len(joined) - len(held)].replace("\r\n", "\n")
+    except UnicodeDecodeError as error:  # counts from the start of the block that was decoded last
+        at = text.buffer.tell() - len(error.object) + error.start
+        raise ConfigError(f"{name}: not UTF-8 at byte {at}") from None
+    yield held
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def _pieces(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8", newline="") as text:
+        yield from text_pieces(text, str(file))
+
+
+def _read_text(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
+    try:
+        for _ in _pieces(file):  # a file that is not UTF-8 further on has no document
+            pass
+    except ConfigError as error:
+        yield BadRecord(str(error))
+    else:
+        yield _pieces(file)
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), 1):
             if not line.strip():
+                continue
+            if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = lines.readline(_LONGEST_LINE)
+                yield BadRecord(f"{file}:{number}: a line of more than {_LONGEST_LINE:,} bytes: one object a line")
                 continue
             try:
                 record = json.loads(line)
@@ -128,7 +173,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
                     yield text
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def _read_parquet(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     import pyarrow
     import pyarrow.parquet
 
@@ -139,7 +184,7 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
             names = ", ".join(table.schema_arrow.names)
             yield BadRecord(f'{file}: no column "{text_field}" (training.dataset_text_field); it has {names}')
             return
-        for group in table.iter_batches(columns=[text_field]):
+        for group in table.iter_batches(_ROWS, columns=[text_field]):
             for value in group.column(0):
                 number += 1
                 try:
