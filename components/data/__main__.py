@@ -7,18 +7,29 @@ from pathlib import Path
 from components.config import ConfigError, JobConfig, load_config
 from components.data.cache import data_spec, prepare
 from components.data.hub import fetch
+from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
 from components.launch.exit_codes import ExitCode
 
 
 def prepare_all(config: JobConfig) -> None:
-    """Makes missing token caches of training and validation data; checks the first document of a stream."""
-    if is_stream(config.training):
+    """Makes missing token caches of training and validation data; checks the first document of a stream.
+
+    Prints a warning about files that look like data and are not read.
+    """
+    training, validation, streamed = config.training, config.validation, is_stream(config.training)
+    if streamed:
         check_stream(config)
-    else:
-        prepare(data_spec(config.training, config.model.hf_assets_path))
-    if config.validation.enable and config.validation.dataset_path:
-        prepare(data_spec(config.training, config.model.hf_assets_path, config.validation.dataset_path))
+    own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
+    for path in own if streamed else [None, *own]:
+        spec = data_spec(training, config.model.hf_assets_path, path)
+        _warn(unread_files(spec.path))
+        prepare(spec)
+
+
+def _warn(left: Unread | None) -> None:
+    if left:
+        print(f"warning: data {left}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -50,24 +50,99 @@ def find_files(path: str) -> list[Path]:
 
     Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
+    return _find(path)[0]
+
+
+def unread_files(path: str) -> "Unread | None":
+    """Files of a path that look like data, but are not among find_files. Raises ConfigError as find_files does."""
+    return _find(path)[1]
+
+
+def _find(path: str) -> tuple[list[Path], "Unread | None"]:
     given = Path(os.path.expanduser(path))
     known = ", ".join(sorted(READERS))
-    if given.is_file():
-        if given.suffix not in READERS:
-            raise ConfigError(f'training data {path}: ending "{given.suffix}" is not one of {known}')
-        found = [given]
-    elif given.is_dir():
-        found = [file for file in walk(given) if file.suffix in READERS]
-        check_inside(given, found)
-    else:
-        found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in READERS]
-        if not found and not glob.has_magic(str(given)):
-            raise ConfigError(f"training data {path}: no such file or folder")
-    full = sorted(file for file in found if file.stat().st_size)
+    try:
+        if given.is_file():
+            found = [given]
+            if ending(given) not in READERS:
+                reason = f'ending "{given.suffix}" is not one of {known}: {_remedies(found)}'
+                raise ConfigError(f"training data {path}: {reason}")
+        elif given.is_dir():
+            found = list(walk(given))
+            check_inside(given, [file for file in found if ending(file) in READERS])
+        else:
+            found = [file for file in _matches(str(given)) if file.is_file()]
+            if not found and not glob.has_magic(str(given)):
+                raise ConfigError(f"training data {path}: no such file or folder")
+        readable = [file for file in found if ending(file) in READERS]
+        full = sorted(file for file in readable if file.stat().st_size)
+        others = unread(found, full)
+    except OSError as error:
+        raise ConfigError(f"training data {path}: {error}") from None
     if not full:
-        what = "only empty files" if found else f"no file that ends in {known}"
-        raise ConfigError(f"training data {path}: {what}")
-    return full
+        what = "only empty files" if readable else f"no file that ends in {known}"
+        raise ConfigError(f"training data {path}: {what}" + (f"; {others}" if others else ""))
+    return full, others
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Files that look like data and are not read; str() tells their number, size, examples and what to do."""
+
+    files: list[Path]
+    size_bytes: int
+    read_bytes: int
+    """Size of the files that are read."""
+    remedy: str
+
+    @property
+    def is_most(self) -> bool:
+        """Whether they are most of the bytes."""
+        return self.size_bytes > self.read_bytes
+
+    def __str__(self) -> str:
+        examples = ", ".join(map(str, self.files[:3])) + ", ..." * (len(self.files) > 3)
+        count = f"{len(self.files):,} file{'s' * (len(self.files) > 1)}, {self.size_bytes:,} bytes"
+        return f"not read: {count} ({examples}): {self.remedy}"
+
+
+def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unread | None:
+    """Those of the files found that look like data, but are not read; None if there are none."""
+    sizes = {file.resolve(): file.stat().st_size for file in read}
+    left = {file: file.stat().st_size for file in sorted(found) if _is_data(file) and file.resolve() not in sizes}
+    files = [file for file, size in left.items() if size]
+    return Unread(files, sum(left.values()), sum(sizes.values()), remedy or _remedies(files)) if files else None
+
+
+_REMEDIES = {
+    "decompress {}": ".gz .tgz .zst .bz2 .xz .lz4 .zip .7z .rar .tar",
+    "write {} as .jsonl, one object a line": ".json",
+    "convert {} to .jsonl or .parquet": ".csv .tsv .arrow .feather .orc .avro .h5 .hdf5 .xls .xlsx",
+    "save {} as .txt": ".md .markdown .rst .htm .html .xml .tex .pdf .epub .doc .docx .odt .rtf",
+}
+"""Remedy -> endings of data without a reader."""
+_REMEDY = {end: remedy for remedy, endings in _REMEDIES.items() for end in endings.split()}
+_NO_DATA = re.compile(
+    r"(config|generation_config|dataset_infos?|dataset_dict|state|vocab|added_tokens|special_tokens_map|tokenizer.*|"
+    r".*\.index)\.json|([A-Z_-]+|SHA\d*SUMS?|MD5SUMS?)(\.(md|rst|html?))?|Makefile|Dockerfile"
+)
+"""Names of files that describe data or belong to a model: README.md, LICENSE, tokenizer.json."""
+
+
+def _is_data(file: Path) -> bool:
+    """Whether a file looks like data, which may be shards without an ending, or with a number for one."""
+    end = ending(file)
+    is_shard = not end or end[1:].isdigit()
+    return not _NO_DATA.fullmatch(file.name) and (is_shard or end in READERS or end in _REMEDY)
+
+
+def _remedies(files: Iterable[Path]) -> str:
+    """Remedies for files that have no reader."""
+    endings: dict[str, set[str]] = {}
+    for file in files:
+        remedy = _REMEDY.get(ending(file), "let {} end in .txt or .jsonl")
+        endings.setdefault(remedy, set()).add(file.suffix or file.name)
+    return "; ".join(remedy.format(", ".join(sorted(ends)[:4])) for remedy, ends in endings.items())
 
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
@@ -201,6 +276,7 @@ READERS: dict[str, Reader] = {
     ".txt": _read_text,
     ".text": _read_text,
     ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".parquet": _read_parquet,
 }
-"""Readers by file ending."""
+"""Readers by file ending, in small letters."""
