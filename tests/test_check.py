@@ -96,13 +96,15 @@ def test_a_cross_names_what_is_wrong(
     assert reason in seen[name]
 
 
+@pytest.mark.parametrize("streaming", [[], ["--training.dataset_streaming", "--validation.no_enable"]])
 def test_data_that_are_not_read_are_a_cross_where_they_are_most(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    streaming: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "CHECKS", {"data": check.data})
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     data = tmp_path / "data"
     data.mkdir()
-    words = ["--training.dataset_path", str(data), "--training.dataset_cache", str(tmp_path / "cache")]
+    words = ["--training.dataset_path", str(data), "--training.dataset_cache", str(tmp_path / "cache"), *streaming]
     words += ["--training.seq_len", "8"]
     for name in ("a.txt", "b.txt"):
         (data / name).write_text("In the beginning")

@@ -83,8 +83,8 @@ def data(job: Job) -> str:
     said = [_own(job, validation.dataset_path)] if validation.enable and validation.dataset_path else []
     if is_stream(training):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-            check_stream(job.config)
-        return "; ".join(["the first document of the stream was read", *said])
+            left = check_stream(job.config)
+        return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
     return "; ".join([_own(job, None), *said])
 
 

@@ -18,8 +18,7 @@ def prepare_all(config: JobConfig) -> None:
     Prints a warning about files that look like data and are not read.
     """
     training, validation, streamed = config.training, config.validation, is_stream(config.training)
-    if streamed:
-        check_stream(config)
+    _warn(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
     for path in own if streamed else [None, *own]:
         spec = data_spec(training, config.model.hf_assets_path, path)

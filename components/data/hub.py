@@ -12,7 +12,7 @@ from components.config import ROOT, ConfigError
 Kind = Literal["model", "dataset"]
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
 _WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")
 _PARTS = {"tokenizer": _TOKENIZER, "weights": _WEIGHTS}
 
 
@@ -45,10 +45,19 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
         full = "; what is there stays, the same command goes on from it" if error.errno == errno.ENOSPC else ""
         raise ConfigError(f"{repository}: cannot write: {error.strerror}{full}") from None
     except Exception as error:
-        # The type of a connection error depends on the library's transport, which changes between versions.
-        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+        if not is_of_network(error):
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
+
+
+def is_of_network(error: Exception) -> bool:
+    """Whether an error comes from the network or from the hub."""
+    from huggingface_hub import errors
+
+    # The type of a connection error depends on the library's transport, which changes between versions.
+    is_transport = type(error).__module__.partition(".")[0] in _TRANSPORTS
+    hub = (ConnectionError, TimeoutError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError)
+    return is_transport or isinstance(error, hub)
 
 
 def first_line(error: BaseException) -> str:
