@@ -116,6 +116,25 @@ def test_a_cache_that_cannot_be_written_is_a_cross_until_it_is_made(
     assert marks(capsys, *words)[1]["data"].startswith("✓1 files")
 
 
+@pytest.mark.parametrize("streaming", [[], ["--training.dataset_streaming", "--validation.no_enable"]])
+def test_data_that_are_not_read_are_a_cross_where_they_are_most(
+    streaming: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CHECKS", {"data": check.data})
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    data = tmp_path / "data"
+    data.mkdir()
+    words = ["--training.dataset_path", str(data), "--training.dataset_cache", str(tmp_path / "cache"), *streaming]
+    words += ["--training.seq_len", "8"]
+    for name in ("a.txt", "b.txt"):
+        (data / name).write_text("In the beginning")
+    for text, mark in (("text\n", "✓"), ("text\n" * 9, "✗")):
+        (data / "e.csv").write_text(text)
+        code, seen = marks(capsys, *words)
+        assert (code, seen["data"][0]) == (0 if mark == "✓" else 2, mark)
+        assert f"not read: 1 file, {len(text)} bytes ({data}/e.csv)" in seen["data"]
+
+
 def test_what_needs_a_layout_is_left_out_without_one(capsys: pytest.CaptureFixture[str]) -> None:
     _, seen = marks(capsys, "--model.flavor", "none")
     assert seen["tokenizer"] == "-not checked: needs layout"

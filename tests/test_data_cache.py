@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from tokenizers import normalizers, pre_tokenizers
 from components.config import ROOT, ConfigError, Training
 from components.data import PackedSequences, data_spec, prepare
 from components.data import cache as cache_module
-from components.data.cache import BLOCK_BYTES, _cut, _encode
+from components.data.cache import BLOCK_BYTES, _chunks, _cut, _encode
+from components.data.sources import read_documents
 from components.data.tokenizer import load_tokenizer
 from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
 from tests.processes import small_disk, start
@@ -132,6 +134,21 @@ def test_only_empty_documents_are_no_data(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"(?s)no text in it.*a\.jsonl:1: not JSON"):
         prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", skip=True), 1)
     assert not caches_in(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("last", ["", "😀"])
+def test_a_text_file_is_not_held_in_memory(tmp_path: Path, last: str) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(WORDS * 150_000 + last)
+    spec = spec_of(file, tmp_path / "cache")
+    tracemalloc.start()
+    try:
+        size = sum(len(text) for text, *_ in _chunks(((each, None) for each in read_documents(file, "text")), spec, []))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size == len(WORDS) * 150_000 + len(last)
+    assert peak < 12 << 20 < 2 * size
 
 
 def test_huge_lines_take_no_longer_than_others(tmp_path: Path) -> None:

@@ -163,7 +163,10 @@ def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], t
         ([*prepares, "org/books:en@v9"], "org/books has no such revision"),
         ([*prepares, "org/books:de"], "BuilderConfig 'de' not found. Available: ['en', 'xx']"),
         ([*prepares, "org/books"], "Config name is missing. Please pick one among the available configs"),
-        ([*prepares, "org/books:en", "--training.dataset_text_field", "body"], "Column name ['body'] not in"),
+        (
+            [*prepares, "org/books:en", "--training.dataset_text_field", "body"],
+            'a file has no "body" (training.dataset_text_field); it has text',
+        ),
     ]
     for (command, told), (_, error) in zip(cases, run([command for command, _ in cases], hub[0], tmp_path / "home")):
         assert told in str(error), command

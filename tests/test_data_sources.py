@@ -8,8 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from components.config import ROOT, ConfigError, Training, load_config
-from components.data import DataSpec, data_spec, prepare
-from components.data.sources import BadRecord, find_files, read_documents
+from components.data import DataSpec, data_spec, prepare, sources
+from components.data.__main__ import prepare_all
+from components.data.sources import BadRecord, find_files, read_documents, unread_files
 from tests.caches import caches_in, documents_of, spec_of
 
 
@@ -48,10 +49,10 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
         ("missing.txt", "no such file or folder"),
         ("~nobody-of-this-name/x.txt", "no such file or folder"),
         ("nul\0byte", "no such file or folder"),
-        ("mi*ing", r"no file that ends in .jsonl, .parquet, .text, .txt"),
+        ("mi*ing", r"no file that ends in .jsonl, .ndjson, .parquet, .text, .txt"),
         ("only_empty", "only empty files"),
         ("nothing", "no file that ends in"),
-        ("book.pdf", r'ending ".pdf" is not one of .jsonl, .parquet, .text, .txt'),
+        ("book.pdf", r'ending ".pdf" is not one of .jsonl, .ndjson, .parquet, .text, .txt: save .pdf as .txt'),
         ("n" * 300, "File name too long"),
     ],
 )
@@ -65,6 +66,39 @@ def test_a_path_without_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         prepare(spec_of(path, tmp_path / "cache"))
 
 
+def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Compressed files, files without a reader and shards look like data; what describes data does not."""
+    unread = {"b.jsonl.GZ": 300, "d.json": 20, "e.csv": 10, "f/notes.md": 7, "f/wiki.001": 3, "f/wiki_00": 5}
+    others = ["README.md", "LICENSE", "tokenizer.json", "config.json", "a.py", "model.safetensors", ".hidden.csv"]
+    (tmp_path / "f").mkdir()
+    for name, size in {**unread, **dict.fromkeys(others, 9999), "g.csv": 0, "a.txt": 345, "B.JSONL": 40}.items():
+        (tmp_path / name).write_text("x" * size)
+    (tmp_path / "c.Ndjson").write_text('{"text": "c"}\n')
+    assert [file.name for file in find_files(str(tmp_path))] == ["B.JSONL", "a.txt", "c.Ndjson"]
+    assert find_files(f"{tmp_path}/B.JSONL") == [tmp_path / "B.JSONL"]
+    left = unread_files(str(tmp_path))
+    assert left
+    assert [str(file.relative_to(tmp_path)) for file in left.files] == list(unread)
+    assert (left.size_bytes, left.read_bytes, left.is_most) == (345, 399, False)
+    assert str(left).startswith(f"not read: 6 files, 345 bytes ({tmp_path}/b.jsonl.GZ, {tmp_path}/d.json, ")
+    assert str(left).endswith(
+        ", ...): decompress .GZ; write .json as .jsonl, one object a line; convert .csv to .jsonl or .parquet; "
+        "save .md as .txt; let .001, wiki_00 end in .txt or .jsonl"
+    )
+    assert unread_files(f"{tmp_path}/*.*")
+    assert not unread_files(f"{tmp_path}/*.txt"), "a glob says what is meant"
+    with pytest.raises(ConfigError, match=r"no file that ends in .*; not read: 1 file, 10 bytes \(.*e.csv\): convert"):
+        find_files(f"{tmp_path}/*.csv")
+    (tmp_path / "B.JSONL").write_text('{"text": "b"}\n')
+    words = ["--training.dataset_cache", str(tmp_path / ".cache"), "--training.dataset_path", str(tmp_path)]
+    prepare_all(load_config([*words, "--validation.dataset_path", str(tmp_path / "c.Ndjson")]))
+    assert capsys.readouterr().err.count("warning: data not read: 6 files, 345 bytes") == 1
+
+
+def texts(file: Path) -> list[str]:
+    return ["".join(text) for text in read_documents(file, "text") if not isinstance(text, BadRecord)]
+
+
 def reasons(file: Path, field: str = "text") -> list[str]:
     return [document.reason for document in read_documents(file, field) if isinstance(document, BadRecord)]
 
@@ -72,13 +106,35 @@ def reasons(file: Path, field: str = "text") -> list[str]:
 def test_text_is_utf8_without_its_mark_and_with_one_kind_of_line_end(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes("\ufeffone\r\ntwo\rthree\n".encode())
-    assert list(read_documents(file, "text")) == ["one\ntwo\rthree\n"]
+    assert texts(file) == ["one\ntwo\rthree\n"]
     file.write_bytes(b"0123456789\xff")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 10"]
     file.write_bytes("\ufeffab".encode() + b"\xff")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 5"]
     file.write_text("text", encoding="utf-16")
     assert reasons(file) == [f"{file}: not UTF-8 at byte 0"]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 1 << 20])
+def test_a_text_read_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(sources, "_PIECE", piece)
+    file = tmp_path / "a.txt"
+    for text in ("\ufeff\ufeffa\r\r\nb\r\n\r\nnaïve 日本 😀\r", "\r\n", "\ufeff", "\r" * 9, "\n\r" * 9):
+        file.write_bytes(text.encode())
+        assert texts(file) == [text.removeprefix("\ufeff").replace("\r\n", "\n")]
+    file.write_bytes("é".encode() * 30_000 + b"\xf0\x9f")
+    assert reasons(file) == [f"{file}: not UTF-8 at byte 60000"]
+
+
+def test_a_line_that_is_no_record_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_LONGEST_LINE", 30)
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "one"}\n[' + "1, " * 100 + '1]\n{"text": "two"}\n' + "[" * 99)
+    one, long, two, last = read_documents(file, "text")
+    assert (one, two) == ("one", "two")
+    assert long == BadRecord(f"{file}:2: a line of more than 30 bytes: one object a line")
+    assert isinstance(last, BadRecord)
+    assert last.reason.startswith(f"{file}:4: ")
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,36 @@
 """Streams: tokens made ahead of training are those of the cache, in one order; what can be streamed; a run."""
 
 import gzip
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from components.config import ROOT, ConfigError, load_config
 from components.data import PackedSequences
 from components.data.order import check_data_order, data_order
 from components.data.packed import StreamedSequences
-from components.data.stream import StreamCache, check_stream, is_stream, read_progress, stream_documents, stream_spec
+from components.data.sources import BadRecord, read_documents
+from components.data.stream import (
+    StreamCache,
+    StreamSpec,
+    _one_line,
+    check_stream,
+    is_stream,
+    read_progress,
+    stream_documents,
+    stream_spec,
+)
 from components.data.tokenizer import load_tokenizer
 from tests.caches import read
 from tests.processes import wait_until
@@ -60,6 +75,12 @@ def test_ranks_and_workers_read_a_growing_stream_in_the_order_of_the_dataset(
     assert read(StreamedSequences(StreamCache(of), SEQ_LEN), 2, 1, 2400) == in_order(right, 2400, 2)
 
 
+def documents_from(of: StreamSpec, place: dict) -> Iterator[tuple[str | BadRecord, dict]]:
+    """stream_documents, with texts in one piece."""
+    for found, after in stream_documents(of, place):
+        yield (found if isinstance(found, BadRecord) else "".join(found)), after
+
+
 def test_documents_are_those_of_the_files_and_go_on_from_any_place(tmp_path: Path) -> None:
     texts = [text for text in VERSES[:130] if text]
     parquet = save_parquet(tmp_path / "parquet", texts)
@@ -78,11 +99,11 @@ def test_documents_are_those_of_the_files_and_go_on_from_any_place(tmp_path: Pat
     }
     for folder, documents in right.items():
         of = spec(folder, tmp_path)
-        found, places = zip(*stream_documents(of, {}))
+        found, places = zip(*documents_from(of, {}))
         assert list(found) == documents
         for number in range(0, len(documents), 9):
             place = json.loads(json.dumps(places[number]))
-            assert [document for document, _ in stream_documents(of, place)] == documents[number + 1 :]
+            assert [document for document, _ in documents_from(of, place)] == documents[number + 1 :]
 
 
 # What is streamed
@@ -148,8 +169,128 @@ def test_files_of_a_second_kind_are_not_left_out_silently(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.txt").write_text("two")
-    with pytest.raises(ConfigError, match=r"one kind, json, and would leave out .*sub/b\.txt"):
+    with pytest.raises(ConfigError, match=r"json files of the split train, and would leave out .*sub/b\.txt: rename"):
         next(stream_documents(spec(tmp_path, tmp_path / "cache"), {}))
+
+
+JSONL = '{"text": "one"}\n'
+
+
+@pytest.mark.parametrize(
+    ("files", "told"),
+    [
+        (
+            ["train.jsonl", "test.jsonl", "other.jsonl"],
+            r"of the split train, and would leave out .*/other\.jsonl: rename",
+        ),
+        (["a.jsonl", "B.JSONL"], r"B\.JSONL: a stream reads only \.jsonl, \.ndjson, \.parquet, \.txt: rename"),
+        (["test.jsonl"], 'the split "train" is streamed; it has only test'),
+        (["a.jsonl.zst"], r"a\.jsonl\.zst: needs the package zstandard: .* -m pip install zstandard, or decompress it"),
+        (["a.jsonl", "a.jsonl.tar.gz"], "cannot be read: NotImplementedError: "),
+        (["a.jsonl.gz"], "cannot be read: BadGzipFile: "),
+    ],
+)
+def test_files_that_cannot_be_streamed_are_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: list[str], told: str
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in files:
+        (tmp_path / name).write_text(JSONL)
+    with pytest.raises(ConfigError, match=told) as caught:
+        next(stream_documents(spec(tmp_path, tmp_path / ".cache"), {}))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_data_beside_those_of_a_stream_are_told(tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl", "train.csv"):
+        (tmp_path / name).write_text(JSONL if name != "train.csv" else "text\none\n")
+    (tmp_path / "more_train.ndjson").write_text(JSONL)
+    words = ["--training.dataset_path", str(tmp_path), "--training.dataset_streaming", "--validation.no_enable"]
+    left = check_stream(load_config([*words, "--training.dataset_cache", str(tmp_path / ".cache")]))
+    assert left
+    assert ([file.name for file in left.files], left.size_bytes) == (["test.jsonl", "train.csv"], 25)
+    assert left.read_bytes == 2 * len(JSONL)
+    assert ": a stream reads json files of the split train; rename or move" in str(left)
+
+
+def write_rows(file: Path, rows: list[dict]) -> None:
+    if file.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+NULLS: dict[str, Any] = {"text": None}
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"text": "one", "id": 1}, {"text": "two", "id": "x"}),
+        ({"text": "one", "id": {"a": 1}}, {"text": "two", "id": [1]}),
+        ({"id": "x", "text": "one"}, {"other": None, "text": "two"}),
+        ({"text": "one"}, NULLS),
+        (NULLS, {"text": "two"}),
+        ({"text": "one"}, {"text": 3}),
+    ],
+    ids=json.dumps,
+)
+def test_files_of_a_stream_differ_in_columns(tmp_path: Path, ending: str, first: dict, second: dict) -> None:
+    """A stream yields what is read without it."""
+    files = [tmp_path / f"{number}{ending}" for number in range(2)]
+    for file, row in zip(files, (first, second)):
+        write_rows(file, [row])
+    expected = [row["text"] if isinstance(row["text"], str) else BadRecord for row in (first, second)]
+    for found in (
+        [document for file in files for document in read_documents(file, "text")],
+        [document for document, _ in stream_documents(spec(tmp_path, tmp_path / ".cache"), {})],
+    ):
+        assert [BadRecord if isinstance(document, BadRecord) else document for document in found] == expected
+
+
+def test_types_in_one_file_and_categories(tmp_path: Path) -> None:
+    write_rows(tmp_path / "a.jsonl", [{"text": "one"}])
+    write_rows(tmp_path / "b.jsonl", [{"text": "two"}, {"text": 3}, {"text": None}])
+    found = [document for document, _ in stream_documents(spec(tmp_path, tmp_path / ".cache"), {})]
+    assert found[:2] == ["one", "two"]
+    assert [isinstance(document, BadRecord) for document in found] == [False, False, True, True]
+    categories = pyarrow.array(["one", "two", "one"]).dictionary_encode()
+    (tmp_path / "parquet").mkdir()
+    pyarrow.parquet.write_table(pyarrow.table({"text": categories, "of": categories}), tmp_path / "parquet/a.parquet")
+    of = spec(tmp_path / "parquet", tmp_path / ".cache")
+    assert [document for document, _ in stream_documents(of, {})] == ["one", "two", "one"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_file_without_the_column_is_told_when_it_is_met(tmp_path: Path, ending: str) -> None:
+    write_rows(tmp_path / f"a{ending}", [{"text": "one"}])
+    write_rows(tmp_path / f"b{ending}", [{"body": "two", "id": 1}])
+    documents = stream_documents(spec(tmp_path, tmp_path / ".cache"), {})
+    assert next(documents)[0] == "one"
+    with pytest.raises(ConfigError, match=r'a file has no "text" \(training.dataset_text_field\); it has body[^_]*id'):
+        next(documents)
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (KeyError("x"), False),
+        (RecursionError("deep\n\nand deeper"), False),
+        (FileNotFoundError(2, "No such file"), False),
+        (OSError(5, "Input/output error"), True),
+        (ConnectionError("Server Disconnected"), True),
+        (TimeoutError(), True),
+    ],
+)
+def test_an_error_of_the_library_is_one_line_and_one_that_may_be_over_passes(
+    books: tuple[Path, PackedSequences], tmp_path: Path, error: Exception, passes: bool
+) -> None:
+    with pytest.raises(type(error) if passes else ConfigError) as caught, _one_line(spec(books[0], tmp_path), 7):
+        raise error
+    if not passes:
+        (line,) = str(caught.value).splitlines()
+        assert line.startswith(f"training data {books[0]}: cannot be read after record 7: {type(error).__name__}: ")
 
 
 FIELD = ["--training.dataset_text_field", "id"]
@@ -159,7 +300,10 @@ FIELD = ["--training.dataset_text_field", "id"]
     ("arguments", "told"),
     [
         (FIELD, 'record 1: no text in field "id"'),
-        (["--training.dataset_text_field", "body"], "dataset_path = .*Column name .'body'. not in the dataset"),
+        (
+            ["--training.dataset_text_field", "body"],
+            "dataset_path = .*a file has no .body.*it has id: int64, text: string",
+        ),
         (["--validation.enable"], "validation.enable = true: training data is streamed.*set validation.dataset_path"),
         (["--validation.enable", "--validation.held_out_fraction", "0.1"], "validation.held_out_fraction = 0.1: train"),
         (["--training.dataset_cache", "/proc/cache"], 'dataset_cache = "/proc/cache": cannot make /proc/cache/stream-'),

@@ -23,7 +23,7 @@ from components.commands.start import check_devices, check_folders, check_initia
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.config.files import writable
 from components.data.cache import cache_of, data_spec, is_made
-from components.data.sources import BadRecord, find_files, read_documents
+from components.data.sources import BadRecord, Unread, ending, find_files, read_documents, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -91,15 +91,15 @@ def data(job: Job) -> str:
     said = [_own(job, validation.dataset_path)] if validation.enable and validation.dataset_path else []
     if is_stream(training):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
-            check_stream(job.config)
-        return "; ".join(["the first document of the stream was read", *said])
+            left = check_stream(job.config)
+        return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
     return "; ".join([_own(job, None), *said])
 
 
 def _own(job: Job, path: str | None) -> str:
     training = job.config.training
     spec = data_spec(training, job.config.model.hf_assets_path, path)
-    files = find_files(spec.path)
+    files, left = find_files(spec.path), _not_read(unread_files(spec.path))
     for file in files:
         for document in islice(read_documents(file, spec.text_field), 1):
             if isinstance(document, BadRecord) and not spec.skip_errors:
@@ -111,12 +111,19 @@ def _own(job: Job, path: str | None) -> str:
         raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
     # A token has at least one byte; what a compressed file holds is not known before it is read.
-    known = path is None and not any(file.suffix == ".parquet" for file in files)
+    known = path is None and not any(ending(file) == ".parquet" for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
     if known and size < batch * training.seq_len:
         said += f", less than the {batch} sequences of one step: each is seen several times in it"
-    return said
+    return "; ".join([said, *left])
+
+
+def _not_read(left: Unread | None) -> list[str]:
+    """Tells which data are not read, if any. Raises ConfigError if they are most of the bytes."""
+    if left and left.is_most:
+        raise ConfigError(f"most of the data is {left}")
+    return [str(left)] if left else []
 
 
 def initial_weights(job: Job) -> str:

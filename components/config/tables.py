@@ -48,7 +48,7 @@ class Training:
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
     "org/name:config", "org/name:config@revision". Ignored if dataset_path is set."""
     dataset_path: PathName | None = None
-    """Local data: a .txt, .jsonl or .parquet file, or a folder or glob of such files."""
+    """Local data: a .txt, .jsonl, .ndjson or .parquet file, or a folder or glob of such files."""
     dataset_streaming: bool = False
     """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
     then keep the order of the text. Datasets of the hub are always streamed."""

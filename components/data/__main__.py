@@ -7,6 +7,7 @@ from pathlib import Path
 from components.config import ConfigError, JobConfig, load_config
 from components.data.cache import data_spec, prepare
 from components.data.hub import fetch
+from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -15,16 +16,26 @@ from components.launch.exit_codes import ExitCode
 def prepare_all(config: JobConfig) -> None:
     """Makes missing token caches of training and validation data; checks the first document of a stream.
 
-    Warnings about the tokenizer go to the standard error.
+    Prints warnings about the tokenizer, and about files that look like data and are not read.
     """
-    for warning in check_tokenizer(config):
-        print(f"warning: {warning}", file=sys.stderr)
-    if is_stream(config.training):
-        check_stream(config)
-    else:
-        prepare(data_spec(config.training, config.model.hf_assets_path))
-    if config.validation.enable and config.validation.dataset_path:
-        prepare(data_spec(config.training, config.model.hf_assets_path, config.validation.dataset_path))
+    _warn(*check_tokenizer(config))
+    training, validation, streamed = config.training, config.validation, is_stream(config.training)
+    _warn_unread(check_stream(config) if streamed else None)
+    own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
+    for path in own if streamed else [None, *own]:
+        spec = data_spec(training, config.model.hf_assets_path, path)
+        _warn_unread(unread_files(spec.path))
+        prepare(spec)
+
+
+def _warn_unread(left: Unread | None) -> None:
+    if left:
+        _warn(f"data {left}")
+
+
+def _warn(*warnings: str) -> None:
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 def main(argv: list[str]) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +27,7 @@ from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
 from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, writable, write_json
-from components.data.sources import HUB, REGISTERED, BadRecord, find_files, read_documents
+from components.data.sources import HUB, REGISTERED, BadRecord, Document, ending, find_files, read_documents
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.launch.locks import locked
@@ -36,7 +37,7 @@ _CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text tha
 BLOCK_BYTES = 1 << 16
 _FORMAT = "2"  # part of the key; change it with the cutting of text or the storage of tokens
 
-Documents = Iterable[tuple[str | BadRecord, Any]]
+Documents = Iterable[tuple[Document | BadRecord, Any]]
 """(document, position of the source after this document). Sources that cannot resume have the position None."""
 
 
@@ -181,7 +182,7 @@ def _key(spec: DataSpec, files: list[Path]) -> str:
     """Hash of the files' contents, in order, and of the settings in how_tokenized."""
     key = how_tokenized(spec)
     for file, content in zip(files, hashes_of(spec.cache_folder, files, _whole)):
-        key.update(f"{file.suffix}:{content}\0".encode())
+        key.update(f"{ending(file)}:{content}\0".encode())
     return key.hexdigest()
 
 
@@ -239,8 +240,9 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    written = np.memmap(folder / "tokens.bin", np.uint8, "r")
-    hashes = [block_hash(written[at : at + BLOCK_BYTES]) for at in range(0, len(written), BLOCK_BYTES)]
+    with (folder / "tokens.bin").open("rb") as written:
+        blocks = iter(partial(written.read, BLOCK_BYTES), b"")
+        hashes = [block_hash(np.frombuffer(block, np.uint8)) for block in blocks]
     np.asarray(hashes, dtype=np.uint64).tofile(folder / "blocks.bin")
     (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
     index = {
@@ -300,11 +302,15 @@ def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tu
                 raise ConfigError(f'{document.reason}. To skip such records, training.dataset_errors = "skip"')
             bad.append(document.reason)
             continue
-        start = 0
-        while start < len(document):
-            end = _cut(document, start)
-            yield document[start:end], start == 0, end == len(document), place
-            start = end
+        text, start, is_start = "", 0, True
+        for piece in [document] if isinstance(document, str) else document:
+            text, start = text[start:] + piece, 0
+            while len(text) - start > _CHUNK:
+                end = _cut(text, start)
+                yield text[start:end], is_start, False, place
+                start, is_start = end, False
+        if start < len(text):
+            yield text[start:], is_start, True, place
 
 
 def _cut(document: str, start: int) -> int:

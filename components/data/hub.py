@@ -13,7 +13,7 @@ from components.data.special_tokens import NAMING
 Kind = Literal["model", "dataset"]
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
 _WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
-_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3")
+_TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")
 _PARTS = {"tokenizer": [*_TOKENIZER, *NAMING], "weights": _WEIGHTS}
 
 
@@ -45,8 +45,7 @@ def hub_errors(repository: str, kind: Kind, *, remedy: str = "") -> Iterator[Non
             raise ConfigError(f"{repository}: {first_line(error)}") from None
         raise ConfigError(f"{repository}: cannot write: {error.strerror}{_REMEDIES.get(error.errno, '')}") from None
     except Exception as error:
-        # The type of a connection error depends on the library's transport, which changes between versions.
-        if type(error).__module__.partition(".")[0] not in _TRANSPORTS:
+        if not is_of_network(error):
             raise
         raise ConfigError(f"{repository}: the hub cannot be reached: {first_line(error)}{remedy}") from None
 
@@ -56,6 +55,16 @@ _REMEDIES = {
     errno.EACCES: "; --into FOLDER names another folder",
     errno.EROFS: "; --into FOLDER names another folder",
 }
+
+
+def is_of_network(error: Exception) -> bool:
+    """Whether an error comes from the network or from the hub."""
+    from huggingface_hub import errors
+
+    # The type of a connection error depends on the library's transport, which changes between versions.
+    is_transport = type(error).__module__.partition(".")[0] in _TRANSPORTS
+    hub = (ConnectionError, TimeoutError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError)
+    return is_transport or isinstance(error, hub)
 
 
 def first_line(error: BaseException) -> str:

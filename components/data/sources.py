@@ -7,7 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 from components.config import ROOT, ConfigError
 from components.config.files import inside, refuse_pointer
@@ -17,6 +19,12 @@ REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 HUB = {"c4": "allenai/c4:en"}
 """Short names of datasets of the Hugging Face hub."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_PIECE = 1 << 20
+"""Characters of a text file that are read at once."""
+_LONGEST_LINE = 1 << 30
+"""Bytes of a line of JSONL; a longer one is no record, but perhaps a JSON list in one line."""
+_ROWS = 256
+"""Rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +34,15 @@ class BadRecord:
     reason: str
 
 
-Reader = Callable[[Path, str], Iterator[str | BadRecord]]
+Document = str | Iterator[str]
+"""A text, or its pieces in order: a text file may be larger than memory."""
+Reader = Callable[[Path, str], Iterator[Document | BadRecord]]
 """(file, text_field) -> documents of the file."""
+
+
+def ending(file: Path) -> str:
+    """The ending that decides how a file is read: ".txt" of "BOOK.TXT"."""
+    return file.suffix.lower()
 
 
 def find_files(path: str) -> list[Path]:
@@ -35,26 +50,101 @@ def find_files(path: str) -> list[Path]:
 
     Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
+    return _find(path)[0]
+
+
+def unread_files(path: str) -> "Unread | None":
+    """Files of a path that look like data, but are not among find_files. Raises ConfigError as find_files does."""
+    return _find(path)[1]
+
+
+def _find(path: str) -> tuple[list[Path], "Unread | None"]:
     given = Path(os.path.expanduser(path))
     known = ", ".join(sorted(READERS))
-    if given.is_file():
-        if given.suffix not in READERS:
-            raise ConfigError(f'training data {path}: ending "{given.suffix}" is not one of {known}')
-        found = [given]
-    elif given.is_dir():
-        found = [file for file in walk(given) if file.suffix in READERS]
-        check_inside(given, found)
-    else:
-        found = [file for file in _matches(str(given)) if file.is_file() and file.suffix in READERS]
-        if not found and not glob.has_magic(str(given)):
-            raise ConfigError(f"training data {path}: no such file or folder")
-    full = sorted(file for file in found if file.stat().st_size)
+    try:
+        if given.is_file():
+            found = [given]
+            if ending(given) not in READERS:
+                reason = f'ending "{given.suffix}" is not one of {known}: {_remedies(found)}'
+                raise ConfigError(f"training data {path}: {reason}")
+        elif given.is_dir():
+            found = list(walk(given))
+            check_inside(given, [file for file in found if ending(file) in READERS])
+        else:
+            found = [file for file in _matches(str(given)) if file.is_file()]
+            if not found and not glob.has_magic(str(given)):
+                raise ConfigError(f"training data {path}: no such file or folder")
+        readable = [file for file in found if ending(file) in READERS]
+        full = sorted(file for file in readable if file.stat().st_size)
+        others = unread(found, full)
+    except OSError as error:
+        raise ConfigError(f"training data {path}: {error}") from None
     if not full:
-        what = "only empty files" if found else f"no file that ends in {known}"
-        raise ConfigError(f"training data {path}: {what}")
+        what = "only empty files" if readable else f"no file that ends in {known}"
+        raise ConfigError(f"training data {path}: {what}" + (f"; {others}" if others else ""))
     for file in full:
         refuse_pointer(file)
-    return full
+    return full, others
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Files that look like data and are not read; str() tells their number, size, examples and what to do."""
+
+    files: list[Path]
+    size_bytes: int
+    read_bytes: int
+    """Size of the files that are read."""
+    remedy: str
+
+    @property
+    def is_most(self) -> bool:
+        """Whether they are most of the bytes."""
+        return self.size_bytes > self.read_bytes
+
+    def __str__(self) -> str:
+        examples = ", ".join(map(str, self.files[:3])) + ", ..." * (len(self.files) > 3)
+        count = f"{len(self.files):,} file{'s' * (len(self.files) > 1)}, {self.size_bytes:,} bytes"
+        return f"not read: {count} ({examples}): {self.remedy}"
+
+
+def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unread | None:
+    """Those of the files found that look like data, but are not read; None if there are none."""
+    sizes = {file.resolve(): file.stat().st_size for file in read}
+    left = {file: file.stat().st_size for file in sorted(found) if _is_data(file) and file.resolve() not in sizes}
+    files = [file for file, size in left.items() if size]
+    return Unread(files, sum(left.values()), sum(sizes.values()), remedy or _remedies(files)) if files else None
+
+
+_REMEDIES = {
+    "decompress {}": ".gz .tgz .zst .bz2 .xz .lz4 .zip .7z .rar .tar",
+    "write {} as .jsonl, one object a line": ".json",
+    "convert {} to .jsonl or .parquet": ".csv .tsv .arrow .feather .orc .avro .h5 .hdf5 .xls .xlsx",
+    "save {} as .txt": ".md .markdown .rst .htm .html .xml .tex .pdf .epub .doc .docx .odt .rtf",
+}
+"""Remedy -> endings of data without a reader."""
+_REMEDY = {end: remedy for remedy, endings in _REMEDIES.items() for end in endings.split()}
+_NO_DATA = re.compile(
+    r"(config|generation_config|dataset_infos?|dataset_dict|state|vocab|added_tokens|special_tokens_map|tokenizer.*|"
+    r".*\.index)\.json|([A-Z_-]+|SHA\d*SUMS?|MD5SUMS?)(\.(md|rst|html?))?|Makefile|Dockerfile"
+)
+"""Names of files that describe data or belong to a model: README.md, LICENSE, tokenizer.json."""
+
+
+def _is_data(file: Path) -> bool:
+    """Whether a file looks like data, which may be shards without an ending, or with a number for one."""
+    end = ending(file)
+    is_shard = not end or end[1:].isdigit()
+    return not _NO_DATA.fullmatch(file.name) and (is_shard or end in READERS or end in _REMEDY)
+
+
+def _remedies(files: Iterable[Path]) -> str:
+    """Remedies for files that have no reader."""
+    endings: dict[str, set[str]] = {}
+    for file in files:
+        remedy = _REMEDY.get(ending(file), "let {} end in .txt or .jsonl")
+        endings.setdefault(remedy, set()).add(file.suffix or file.name)
+    return "; ".join(remedy.format(", ".join(sorted(ends)[:4])) for remedy, ends in endings.items())
 
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
@@ -97,22 +187,52 @@ def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _covers(pattern[1:], parts[1:])
 
 
-def read_documents(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     """Yields the documents of a file in order. A document is a text file, a JSONL line or a parquet row."""
-    return READERS[file.suffix](file, text_field)
+    return READERS[ending(file)](file, text_field)
 
 
-def _read_text(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def text_pieces(text: TextIO, name: str) -> Iterator[str]:
+    """Yields an open text in pieces, without its byte order mark and with a line feed for each pair \\r\\n.
+
+    Raises ConfigError with this name and the first byte that is not UTF-8.
+    """
+    held, mark = "", "\ufeff"
     try:
-        yield file.read_bytes().decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        yield BadRecord(f"{file}: not UTF-8 at byte {error.start}")
+        while piece := text.read(_PIECE):
+            joined, mark = held + piece.removeprefix(mark), ""
+            held = "\r" if joined.endswith("\r") else ""  # its \n may come with the next piece
+            yield joined[: len(joined) - len(held)].replace("\r\n", "\n")
+    except UnicodeDecodeError as error:  # counts from the start of the block that was decoded last
+        at = text.buffer.tell() - len(error.object) + error.start
+        raise ConfigError(f"{name}: not UTF-8 at byte {at}") from None
+    yield held
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def _pieces(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8", newline="") as text:
+        yield from text_pieces(text, str(file))
+
+
+def _read_text(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
+    try:
+        for _ in _pieces(file):  # a file that is not UTF-8 further on has no document
+            pass
+    except ConfigError as error:
+        yield BadRecord(str(error))
+    else:
+        yield _pieces(file)
+
+
+def _read_jsonl(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     with file.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), 1):
             if not line.strip():
+                continue
+            if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
+                while line and not line.endswith(b"\n"):
+                    line = lines.readline(_LONGEST_LINE)
+                yield BadRecord(f"{file}:{number}: a line of more than {_LONGEST_LINE:,} bytes: one object a line")
                 continue
             try:
                 record = json.loads(line)
@@ -130,7 +250,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[str | BadRecord]:
                     yield text
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
+def _read_parquet(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     import pyarrow
     import pyarrow.parquet
 
@@ -141,7 +261,7 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[str | BadRecord]:
             names = ", ".join(table.schema_arrow.names)
             yield BadRecord(f'{file}: no column "{text_field}" (training.dataset_text_field); it has {names}')
             return
-        for group in table.iter_batches(columns=[text_field]):
+        for group in table.iter_batches(_ROWS, columns=[text_field]):
             for value in group.column(0):
                 number += 1
                 try:
@@ -158,6 +278,7 @@ READERS: dict[str, Reader] = {
     ".txt": _read_text,
     ".text": _read_text,
     ".jsonl": _read_jsonl,
+    ".ndjson": _read_jsonl,
     ".parquet": _read_parquet,
 }
-"""Readers by file ending."""
+"""Readers by file ending, in small letters."""

@@ -8,14 +8,19 @@ The first rank of each node starts the writer (writer.py); all ranks and loader 
 """
 
 import dataclasses
+import errno
 import hashlib
+import importlib.util
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +28,22 @@ import numpy as np
 
 from components.config import ConfigError, JobConfig, Training, mistake, python_path
 from components.config.files import read_json_if_whole, refuse_pointer, sample
+from components.config.keys import short
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
-from components.data.hub import dataset_revision, first_line, hub_errors
-from components.data.sources import HUB, READERS, REGISTERED, BadRecord, check_inside, walk
+from components.data.hub import dataset_revision, hub_errors, is_of_network
+from components.data.sources import (
+    HUB,
+    READERS,
+    REGISTERED,
+    BadRecord,
+    Document,
+    Unread,
+    check_inside,
+    ending,
+    text_pieces,
+    unread,
+    walk,
+)
 from components.data.tokenizer import load_tokenizer, try_tokenizer
 from components.launch.locks import is_held
 
@@ -128,8 +146,11 @@ def sampled(cache_folder: Path, files: list[Path]) -> str:
     return hashlib.blake2b("".join(found).encode(), digest_size=12).hexdigest()
 
 
-def check_stream(config: JobConfig) -> None:
-    """Raises ConfigError of one line if the first document of the stream cannot be read."""
+def check_stream(config: JobConfig) -> Unread | None:
+    """Files of a streamed folder that the stream does not read.
+
+    Raises ConfigError of one line if the first document of the stream cannot be read.
+    """
     try_tokenizer(config.model.hf_assets_path, config.training.dataset_separator)
     spec = stream_spec(config)
     name = spec.path if spec.revision is None else spec.key.rpartition("/")[0]
@@ -138,73 +159,182 @@ def check_stream(config: JobConfig) -> None:
         spec.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(mistake(config, "training.dataset_cache", f"cannot make {spec.folder}: {error}")) from None
-    if read_progress(spec.folder).get("tokens"):
-        return
     key = "training.dataset_path" if spec.revision is None else "training.dataset"
     try:
+        others = _left_out(spec) if spec.revision is None else None
+        if read_progress(spec.folder).get("tokens"):
+            return others
         with hub_errors(spec.path, "dataset"):
             first = next(stream_documents(spec, {}), (BadRecord("no documents in it"), None))[0]
-    except (ConfigError, ValueError, FileNotFoundError) as error:
+            if not isinstance(first, str | BadRecord):
+                for _ in first:
+                    pass
+    except ConfigError as error:
         raise ConfigError(mistake(config, key, " ".join(str(error).split()))) from None
     if isinstance(first, BadRecord) and not spec.skip_errors:
         raise ConfigError(mistake(config, key, first.reason))
+    return others
 
 
-def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | BadRecord, dict[str, Any]]]:
+def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[Document | BadRecord, dict[str, Any]]]:
     """Yields (document, position after this document), starting at `place` (the first document if `place` is empty).
 
-    Raises ConfigError if a file cannot be decoded. Other errors of the library datasets pass through.
+    Raises ConfigError of one line if the data cannot be read. Errors of the network and of the disk pass through.
     """
+    records, skipped = place.get("records", 0), place.get("skipped", 0)
+    with _one_line(spec, records):
+        builder = _builder(spec)
+        documents = _texts(builder, records) if builder.name == "text" else _records(builder, spec, place)
+    reason = f'no text in field "{spec.text_field}" (training.dataset_text_field)'
+    while True:
+        with _one_line(spec, records):
+            text, state = next(documents, (None, None))
+        if state is None:
+            return
+        records, skipped = records + 1, skipped + (text is None)
+        document = BadRecord(f"{spec.path}: record {records:,}: {reason}") if text is None else text
+        yield document, {"records": records, "skipped": skipped, "state": state}
+
+
+def _texts(builder: Any, records: int) -> Iterator[tuple[Document, dict[str, Any]]]:
+    """Yields (pieces of a text file, {}), after the first `records` files.
+
+    A document is a file, as without streaming, which may be larger than memory. But each \\r becomes \\n.
+    """
+    from datasets import StreamingDownloadManager
+    from datasets.utils.file_utils import xopen
+
+    def pieces(file: str) -> Iterator[str]:
+        with xopen(file, encoding="utf-8") as text:
+            yield from text_pieces(text, f"training data {file}")
+
+    manager = StreamingDownloadManager(base_path=builder.base_path)
+    files = manager.iter_files(manager.extract(manager.download(builder.config.data_files["train"])))
+    for file in islice(files, records, None):
+        yield pieces(file), {}
+
+
+def _records(builder: Any, spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[str | None, dict[str, Any]]]:
+    """Yields (text of a record or None, state of the library after this record), after `place`."""
     import datasets
     import pyarrow
 
-    datasets.disable_progress_bars()
-    builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
-    _check_builder(builder, spec)
-    if builder.name == "text":
-        builder.config.sample_by = "document"  # one document per file, as without streaming; but \r becomes \n
-    stream = builder.as_streaming_dataset(split="train").select_columns(spec.text_field)
+    field = spec.text_field
+    absent = f'training data {spec.path}: a file has no "{field}" (training.dataset_text_field); it has '
+
+    def text_only(table: Any, **more: Any) -> Any:
+        """The column of the text, where values that are no text are null."""
+        if field not in table.column_names and not spec.skip_errors:
+            raise ConfigError(absent + ", ".join(table.column_names))
+        values = table[field] if field in table.column_names else pyarrow.nulls(len(table), pyarrow.string())
+        kind = values.type.value_type if pyarrow.types.is_dictionary(values.type) else values.type
+        if str(kind) not in ("string", "large_string", "string_view"):
+            values = pyarrow.nulls(len(table), pyarrow.string())
+        elif [field] in more.get("json_field_paths", ()):  # mixed types, each of which the library has encoded as JSON
+            decoded = [value and json.loads(value) for value in values.to_pylist()]
+            values = pyarrow.array([value if isinstance(value, str) else None for value in decoded], pyarrow.string())
+        return pyarrow.table({field: values.cast(pyarrow.string())})
+
+    # The library casts all columns of all files to those of the first file, which may differ in what is no text.
+    builder._cast_table = text_only
+    if builder.info.features is not None or builder.name in ("arrow", "parquet"):
+        builder.info.features = datasets.Features({field: datasets.Value("string")})
+    if builder.name == "parquet":
+        builder.config.columns = [field]
+    stream = builder.as_streaming_dataset(split="train")
     if place:
         stream.load_state_dict(place["state"])
-    records, skipped = place.get("records", 0), place.get("skipped", 0)
     try:
         for record in stream:
-            records += 1
-            text = record.get(spec.text_field)
-            if builder.name == "text":
-                text = text.removeprefix("\ufeff")
-            skipped += not isinstance(text, str)
-            reason = f'record {records:,}: no text in field "{spec.text_field}" (training.dataset_text_field)'
-            position = {"records": records, "skipped": skipped, "state": stream.state_dict()}
-            yield text if isinstance(text, str) else BadRecord(f"{spec.path}: {reason}"), position
-    except (pyarrow.ArrowException, UnicodeDecodeError, EOFError, datasets.exceptions.DatasetsError) as error:
-        reason = f"cannot be read after record {records:,}: {first_line(error.__cause__ or error)}"
-        raise ConfigError(f"training data {spec.path}: {reason}") from error
+            text = record[field]
+            yield text if isinstance(text, str) else None, stream.state_dict()
+    except pyarrow.ArrowInvalid as error:
+        _, is_absent, columns = str(error).partition(f"No match for FieldRef.Name({field}) in ")
+        if not is_absent:
+            raise
+        raise ConfigError(absent + ", ".join(columns.partition("\n__")[0].splitlines())) from None
 
 
-def _check_builder(builder: Any, spec: StreamSpec) -> None:
-    """Raises ConfigError in three cases:
+@contextmanager
+def _one_line(spec: StreamSpec, records: int) -> Iterator[None]:
+    """Turns any error into a ConfigError of one line, but errors of the network and of the disk, which may be over."""
+    try:
+        yield
+    except Exception as error:
+        of_disk = isinstance(error, OSError) and error.errno not in (None, *_MISTAKES)
+        if isinstance(error, ConfigError) or is_of_network(error) or of_disk:
+            raise
+        where, cause = f" after record {records:,}" if records else "", error.__cause__ or error
+        reason = f"{type(cause).__name__}: {short(' '.join(str(cause).split()))}"
+        raise ConfigError(f"training data {spec.path}: cannot be read{where}: {reason}") from error
 
-    - The kind of the dataset's files is not supported.
+
+def _builder(spec: StreamSpec) -> Any:
+    """The library's builder of a dataset.
+
+    Raises ConfigError in five cases:
+
+    - The kind of the dataset's files is not supported, or it has no split "train".
+    - A package is missing that decompresses the files.
     - The metadata of a folder names files outside of that folder.
-    - A folder has data files of a second kind, which the stream would leave out.
+    - A folder has files that are read without streaming, and belong to no split that the library finds.
     """
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
+    files = list(walk(Path(spec.path))) if spec.revision is None else []
+    for file in files:
+        if ending(file) in READERS and file.suffix not in _ENDINGS:
+            raise ConfigError(f"training data {file}: a stream reads only {', '.join(_ENDINGS)}: {_MOVE}")
+    builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
     if builder.name not in _KINDS:
         raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
+    splits = builder.config.data_files or {}
+    if "train" not in splits:
+        raise ConfigError(
+            f'training data {spec.path}: the split "train" is streamed; it has only {", ".join(map(str, splits))}'
+        )
+    for file in splits["train"]:
+        package = _PACKAGES.get(Path(file).suffix)
+        if package and not importlib.util.find_spec(package):
+            install = f"needs the package {package}: {sys.executable} -m pip install {package}, or decompress it"
+            raise ConfigError(f"training data {file}: {install}")
     if spec.revision is None:
-        named = [file for files in (builder.config.data_files or {}).values() for file in files]
-        found = [Path(str(file).rpartition("::")[2]) for file in named]
+        found = [path for split in splits.values() for path in _paths(split)]
         check_inside(Path(spec.path), found)
         for file in found:
             refuse_pointer(file)
-        read = {file.resolve() for file in found}
-        others = [file for file in walk(Path(spec.path)) if file.suffix in READERS and file.resolve() not in read]
+        named = {file.resolve() for file in found}
+        others = [file for file in files if ending(file) in READERS and file.resolve() not in named]
         if others:
-            reason = f"a stream reads files of one kind, {builder.name}, and would leave out {others[0]}"
-            raise ConfigError(f"training data {spec.path}: {reason}: move it, or leave out training.dataset_streaming")
+            reason = f"a stream reads {builder.name} files of the split train, and would leave out {others[0]}"
+            raise ConfigError(f"training data {spec.path}: {reason}: {_MOVE}")
+    return builder
 
 
+def _paths(files: Iterable[str]) -> list[Path]:
+    """The files of a folder, of which the library may name parts."""
+    return [Path(str(file).rpartition("::")[2]) for file in files]
+
+
+def _left_out(spec: StreamSpec) -> Unread | None:
+    """Files of a streamed folder that look like data and are not read: of other splits, or of other kinds."""
+    folder = Path(spec.path)
+    with _one_line(spec, 0):
+        builder = _builder(spec)
+    remedy = f"a stream reads {builder.name} files of the split train; {_MOVE}"
+    return unread(walk(folder), _paths(builder.config.data_files["train"]), remedy)
+
+
+_ENDINGS = (".jsonl", ".ndjson", ".parquet", ".txt")
+"""Endings of READERS that the library knows, too."""
 _KINDS = ("parquet", "json", "text", "csv", "arrow")
+_PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
+"""Ending of a compressed file -> package that the library needs for it."""
+_MISTAKES = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
+"""Errors of the system that a retry does not end."""
+_MOVE = "rename or move it, or leave out training.dataset_streaming"
 
 
 def read_progress(folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from components.config import ROOT, ConfigError, JobConfig, mistake, python_path
 from components.config.files import inside, read_json, refuse_pointer, write_json
 from components.config.keys import short
+from components.data.sources import ending, find_files, unread, walk
 from components.data.special_tokens import AUTO, NAMING, NONE, SETTINGS, SpecialToken, around_documents, in_settings
 from components.launch.exit_codes import ExitCode
 
@@ -384,7 +385,11 @@ def main(argv: list[str]) -> None:
     arguments = parser.parse_args(argv)
     if arguments.command == "try":
         return _try(arguments.input, arguments.separator)
-    files = sorted(arguments.input.rglob("*.txt")) if arguments.input.is_dir() else [arguments.input]
+    files = [arguments.input]
+    if arguments.input.is_dir():
+        files = [file for file in find_files(str(arguments.input)) if ending(file) in (".txt", ".text")]
+        if left := unread(walk(arguments.input), files, "a tokenizer is trained on .txt files"):
+            print(f"warning: {left}", file=sys.stderr)
     train_bpe(files, arguments.vocab_size, arguments.output)
     return print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")
 
