@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ROOT, load_config
+from components.config import ROOT, ConfigError, load, load_config
 from components.config.keys import FIELDS, describe_type
 from tests.jobs import OURS, job, refused
 
@@ -262,3 +262,9 @@ def test_every_key_is_read_somewhere() -> None:
     code = "\n".join(file.read_text() for file in files if file.name not in ("tables.py", "names.py"))
     unread = [key for key in OURS if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", code)]
     assert not unread
+
+
+def test_a_repository_from_which_python_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "ROOT", Path("/a:b"))
+    with pytest.raises(ConfigError, match=r"^/a:b: Python cannot import from a path with a colon"):
+        load.python_path()
