@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT, ConfigError, load, load_config
+from components.config.files import read_json, read_json_as
 from components.config.keys import FIELDS, describe_type
 from tests.jobs import OURS, job, refused
 
@@ -187,6 +188,17 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot read" in refused("--job.config_file", tmp_path)[0]
     (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
     assert refused("--job.config_file", tmp_path / "latin.toml")[0].endswith("not UTF-8 at byte 5")
+
+
+def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -> None:
+    path = job(tmp_path, "\ufeff[training]\nsteps = 3\nstepz = 4\n")
+    assert refused("--job.config_file", path) == [
+        f"{path}:3: training.stepz = 4: unknown key; did you mean training.steps?"
+    ]
+    path.write_text("\ufeffjob.description = 'one'\r\n", encoding="utf-8")
+    assert load_config(["--job.config_file", str(path)]).job.description == "one"
+    path.write_text('\ufeff{"a": 1}', encoding="utf-8")
+    assert read_json(path) == read_json_as(dict[str, int], path) == {"a": 1}
 
 
 def test_overrides(tmp_path: Path) -> None:
