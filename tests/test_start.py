@@ -12,6 +12,7 @@ import pytest
 
 from components.commands import start
 from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.config.environment import set_default
 from components.data import __main__ as prepare
 from components.launch import settings as settings_module
 from components.launch import signals
@@ -48,6 +49,9 @@ def test_wrong_variables_are_all_named() -> None:
         "RDZV_ENDPOINT": "host",
         "MAX_RESTARTS": "-1",
         "SHUTDOWN_TIMEOUT_SECONDS": "soon",
+        "OMP_NUM_THREADS": "all",
+        "TORCH_FR_BUFFER_SIZE": "1k",
+        "LOGLEVEL": "info",
     }
     with pytest.raises(ConfigError) as caught:
         read_settings(JobConfig(), wrong)
@@ -58,6 +62,17 @@ def test_wrong_variables_are_all_named() -> None:
     with pytest.raises(ConfigError, match="RDZV_ENDPOINT is needed too"):
         settings(NGPU="2", NNODES="2")
     assert settings(NGPU="2", MAX_RESTARTS="1").restarts == 1
+    read_settings(JobConfig(), dict.fromkeys(wrong, ""))  # empty is unset
+    settings(OMP_NUM_THREADS="4,1", TORCH_FR_BUFFER_SIZE="0", LOGLEVEL="INFO")
+
+
+def test_an_empty_variable_gets_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EMPTY": "", "GIVEN": "1"}.items():
+        monkeypatch.setenv(name, value)
+        set_default(name, "2")
+    assert (os.environ["EMPTY"], os.environ["GIVEN"]) == ("2", "1")
+    files = [ROOT / "train.py", *(ROOT / "components").rglob("*.py"), *(ROOT / "parallelize").rglob("*.py")]
+    assert [file for file in files if "environ.setdefault" in file.read_text()] == [], "it keeps an empty value"
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
 
+from components.config.environment import set_default
 from components.launch.orphan import LAUNCHER_PIPE, variables
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
@@ -45,10 +46,12 @@ def preload(modules: list[str], threads: int) -> None:
     threads: OpenMP threads of each rank. OpenMP reads this number when torch is imported.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
-        os.environ.setdefault(name, value)
+        set_default(name, value)
     os.environ["PYTHONUNBUFFERED"] = "1"
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation of GPU memory
+    if not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation of GPU memory
+    if not os.environ.get("LOGLEVEL"):
+        os.environ.pop("LOGLEVEL", None)  # torch.distributed.elastic cannot be imported with an empty one
     _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
     forkserver.ensure_running()
 

@@ -1,5 +1,6 @@
 """Settings of the start of ranks on this node, from environment variables and the layout."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -57,6 +58,12 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
     if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
+    integer("TORCH_FR_BUFFER_SIZE", 0, 0)  # torch would end on another value
+    # A number for each level of nested parallelism. OpenMP would pass over another value, and take all cores.
+    if (value := environment.get("OMP_NUM_THREADS")) and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", value):
+        mistakes.append(wrong(environment, "OMP_NUM_THREADS", "expected an integer of 1 or more"))
+    if (value := environment.get("LOGLEVEL")) and value not in logging.getLevelNamesMapping():
+        mistakes.append(wrong(environment, "LOGLEVEL", f"expected {' or '.join(logging.getLevelNamesMapping())}"))
     shown, text = None, environment.get("LOG_RANK", "") or "0"
     if text != "all":
         try:

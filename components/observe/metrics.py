@@ -154,7 +154,7 @@ class Metrics:
             self.torn = self.told = True
 
     def _print(self, line: str, colour: str) -> None:
-        coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
+        coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
         print(f"\033[{colour}m{line}\033[0m" if coloured else line, flush=True)
 
     def _write_run(self, layout: str) -> None:
@@ -204,7 +204,7 @@ def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
     file = folder / "wandb_run_id"
     known = file.read_text().strip() if step and file.exists() else None
     run = wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "meshwright"),
+        project=os.environ.get("WANDB_PROJECT") or "meshwright",
         dir=str(folder),
         id=known,
         resume="allow" if known else None,
