@@ -1,5 +1,6 @@
 """What is checked before ranks are started: the environment variables, the folder, the job file; and how soon."""
 
+import contextlib
 import difflib
 import gc
 import os
@@ -39,6 +40,20 @@ def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settings(NGPU="1").ranks == 1
     with pytest.raises(ConfigError, match='NGPU = "16": this node has 8 GPUs'):
         start.check([], {"NGPU": "16"})
+
+
+@pytest.mark.parametrize(
+    ("visible", "there", "runs"),
+    [("0,1", 1, False), ("0", 0, False), ("GPU-8932f937", 0, False), ("0, 1", 2, True), ("-1", 0, True), ("", 0, True)],
+)
+def test_gpus_that_are_named_are_there(visible: str, there: int, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job for GPUs does not train on the CPU because a device is missing."""
+    for module in (settings_module, start):
+        monkeypatch.setattr(module, "gpus", lambda: there)
+    given = {"NGPU": "1", "CUDA_VISIBLE_DEVICES": visible}
+    said = f'CUDA_VISIBLE_DEVICES = "{visible}": torch can use {there} of these devices'
+    with contextlib.nullcontext() if runs else pytest.raises(ConfigError, match=said):
+        start.check_devices(JobConfig(), settings(NGPU="1"), given)
 
 
 def test_wrong_variables_are_all_named() -> None:

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -128,8 +129,11 @@ def check_model(config: JobConfig, settings: Settings) -> None:
 
 def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
     """Raises ConfigError if the node has too few GPUs, or if its kind of device cannot do what the job asks for."""
+    hint, visible = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU", environment.get("CUDA_VISIBLE_DEVICES", "")
+    if len(re.findall(r"(?:^|,) *(?:\d|GPU-|MIG-)", visible)) > gpus():
+        reason = f"torch can use {gpus()} of these devices; {hint}"
+        raise ConfigError(wrong(environment, "CUDA_VISIBLE_DEVICES", reason))
     if 0 < gpus() < settings.ranks:
-        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     check_device(config, (9, 0) if gpus() else None)
 
