@@ -7,17 +7,18 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from components.commands import start
+from components.commands import check, start
 from components.config import ROOT, ConfigError, JobConfig, load_config
 from components.config.environment import set_default
 from components.data import __main__ as prepare
 from components.launch import settings as settings_module
 from components.launch import signals
-from components.launch.settings import Settings, read_settings
+from components.launch.settings import OTHERS, Settings, read_settings, with_variables
 from tests.jobs import OURS, job
 
 
@@ -124,6 +125,45 @@ def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
     for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
         assert start.with_recipe(words) == words
+
+
+def test_torchtitans_variables_are_read_and_options_win_over_them() -> None:
+    given = {"CONFIG_FILE": "a.toml", "COMM_MODE": "fake_backend"}
+    words = with_variables(["--training.steps", "3"], given)
+    assert start.with_recipe(words) == words
+    assert words == ["--job.config_file", "a.toml", "--comm.mode", "fake_backend", "--training.steps", "3"]
+    recipe = str(start.DEFAULT_RECIPE)
+    words = with_variables(["--job.config_file", recipe, "--comm.mode", "default"], given)
+    config = load_config(words)
+    assert (config.job.config_file, config.comm.mode) == (recipe, "default")
+    assert with_variables([], {"CONFIG_FILE": "", "COMM_MODE": ""}) == []
+    for mode, reason in {"local_tensor": "CUDA_VISIBLE_DEVICES= runs", "fake": 'expected "default" or "fake_b'}.items():
+        with pytest.raises(ConfigError, match=f'environment: COMM_MODE = "{mode}": .*{reason}'):
+            with_variables([], {"COMM_MODE": mode})
+
+
+@pytest.mark.parametrize("command", [start.main, check.main])
+def test_both_commands_read_the_variables(
+    command: Callable[[list[str]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(start, "preload", None)  # nothing is started
+    monkeypatch.setattr(check, "CHECKS", {})
+    monkeypatch.setenv("CONFIG_FILE", str(job(tmp_path, "stepz = 1")))
+    assert command([]) == 2
+    assert f"{tmp_path}/job.toml:1: stepz = 1: unknown key" in "".join(capsys.readouterr())
+
+
+def test_variables_of_other_launchers_are_refused_where_nothing_replaces_them() -> None:
+    given = dict.fromkeys(OTHERS, "2")
+    with pytest.raises(ConfigError) as caught:
+        read_settings(JobConfig(), given)
+    assert [message.split(" = ")[0] for message in caught.value.messages] == [f"environment: {name}" for name in OTHERS]
+    read_settings(JobConfig(), {name: idle for name, (idle, _, _) in OTHERS.items()})
+    ours = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": "a:1"}
+    assert settings(WORLD_SIZE="2", PET_NNODES="2", PET_NPROC_PER_NODE="8", **ours).world_size == 2
 
 
 def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

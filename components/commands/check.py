@@ -26,7 +26,7 @@ from components.data.sources import BadRecord, find_files, read_documents
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import try_tokenizer
 from components.launch.exit_codes import ExitCode
-from components.launch.settings import Settings, gpus, read_settings
+from components.launch.settings import Settings, gpus, read_settings, with_variables
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
 from models import meta_model, sizes
@@ -226,8 +226,9 @@ def _nearest(folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Print a tick or a cross for each check; 0 if there is no cross, else 2."""
-    argv, crosses = with_recipe(argv), set()
+    crosses = set()
     try:
+        argv = with_recipe(with_variables(argv, os.environ))
         config = load_config(argv)
         job = Job(argv, config, read_settings(config, os.environ))
         print(f"✓ {'configuration':16} {len(config.origins)} keys are set", flush=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from components.config import ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
 from components.launch.exit_codes import ExitCode
 from components.launch.process import preload
-from components.launch.settings import Settings, gpus, read_settings, wrong
+from components.launch.settings import Settings, gpus, read_settings, with_variables, wrong
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
 
@@ -45,6 +45,7 @@ environment variables
   SHUTDOWN_TIMEOUT_SECONDS   time for saving after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
+  CONFIG_FILE, COMM_MODE     as --job.config_file and --comm.mode, which win over these
 
 exit codes
   0  done
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> int:
     if "--check" in argv:
         return run_alone("components.commands.check", [word for word in argv if word != "--check"], {})
     try:
-        argv = with_recipe(argv)
+        argv = with_recipe(with_variables(argv, os.environ))
         config, settings = check_job(argv, os.environ)
         if config.comm.mode != "fake_backend":
             # Meanwhile this process imports torch too, for the model's sizes.

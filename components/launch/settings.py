@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig
+from components.config.keys import FIELDS, describe_type
+from components.config.names import UNAVAILABLE_VALUES
 from components.launch.process import cores
 from parallelize.mesh import minimum_ranks
 
@@ -50,6 +52,9 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, name, f"expected {allowed}"))
         return default
 
+    for name, (idle, ours, remedy) in OTHERS.items():
+        if environment.get(name, "") not in ("", idle) and not environment.get(ours):
+            mistakes.append(wrong(environment, name, remedy))
     nodes = integer("NNODES", 1, 1)
     ranks = integer("NGPU", 1, 1) if environment.get("NGPU") else _default_ranks(config, nodes)
     node_rank = integer("NODE_RANK", 0, 0, nodes - 1) if environment.get("NODE_RANK") else None
@@ -85,6 +90,30 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
     if mistakes:
         raise ConfigError(mistakes)
     return settings
+
+
+def with_variables(argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """argv after the options that CONFIG_FILE and COMM_MODE stand for, as in torchtitan; argv wins over these.
+
+    Raises ConfigError for a COMM_MODE that does not exist.
+    """
+    config_file, mode = environment.get("CONFIG_FILE"), environment.get("COMM_MODE")
+    if mode and mode not in ("default", "fake_backend"):
+        reason = UNAVAILABLE_VALUES.get(("comm.mode", mode), f"expected {describe_type(FIELDS['comm.mode'])}")
+        raise ConfigError(wrong(environment, "COMM_MODE", reason))
+    given = (("--job.config_file", config_file), ("--comm.mode", mode))
+    return [word for option, value in given if value for word in (option, value)] + argv
+
+
+OTHERS = {
+    "TRAIN_FILE": ("torchtitan.train", "", "train.py is the loop of every recipe: unset it"),
+    "TORCHFT_LIGHTHOUSE": ("", "", "torchft is not available: unset it; MAX_RESTARTS starts lost ranks again"),
+    "PET_NNODES": ("1", "NNODES", "only torchrun reads it; set NNODES and RDZV_ENDPOINT"),
+    "PET_NPROC_PER_NODE": ("", "NGPU", "only torchrun reads it; set NGPU"),
+    "WORLD_SIZE": ("1", "NNODES", "run_train.sh starts the ranks itself; set NNODES, RDZV_ENDPOINT and NGPU"),
+}
+"""Variables of torchtitan's and torchrun's launchers: the value without effect, the variable that replaces them here,
+and the remedy."""
 
 
 def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:

@@ -205,6 +205,7 @@ def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
     known = file.read_text().strip() if step and file.exists() else None
     run = wandb.init(
         project=os.environ.get("WANDB_PROJECT") or "meshwright",
+        entity=os.environ.get("WANDB_TEAM") or None,  # torchtitan's name of WANDB_ENTITY
         dir=str(folder),
         id=known,
         resume="allow" if known else None,
