@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import EXPORTS, JobConfig, load_config, to_dict
+from components.config import EXPORTS, JobConfig, absolute_tables, load_config
 from components.config.environment import set_default
 from components.data import PackedSequences, build_datasets
 from components.data.loader import DIVISORS, Order, build_loader, validation_batches
@@ -306,7 +306,7 @@ def main(argv: list[str]) -> int:
             code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
             saved, target = folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
-            export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
+            export_run(absolute_tables(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
         return code
     except SystemExit:  # on every rank at the same step
         checkpointer.wait()

@@ -162,8 +162,9 @@ def test_variables_of_other_launchers_are_refused_where_nothing_replaces_them() 
         read_settings(JobConfig(), given)
     assert [message.split(" = ")[0] for message in caught.value.messages] == [f"environment: {name}" for name in OTHERS]
     read_settings(JobConfig(), {name: idle for name, (idle, _, _) in OTHERS.items()})
+    theirs = {"WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
     ours = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": "a:1"}
-    assert settings(WORLD_SIZE="2", PET_NNODES="2", PET_NPROC_PER_NODE="8", **ours).world_size == 2
+    assert read_settings(JobConfig(), theirs | ours).world_size == 2
 
 
 def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def find_files(path: str) -> list[Path]:
 
     Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
-    given = Path(os.path.expanduser(path))
+    given = Path(path)
     known = ", ".join(sorted(READERS))
     if given.is_file():
         if given.suffix not in READERS:

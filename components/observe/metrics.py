@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from filelock import FileLock, Timeout
 
-from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+from components.config import ROOT, ConfigError, JobConfig, absolute_tables, mistake, to_dict
 from components.config.files import replace
 from components.observe.report import Panel, draw, points, read_rows
 
@@ -165,7 +165,7 @@ class Metrics:
             "device": _device_name(self.device),
             "versions": _versions(),
             "git": git_revision(),
-            "config": to_dict(self.config),
+            "config": absolute_tables(self.config),
         }
         (self.folder / "run.json").write_text(json.dumps(run, indent=1) + "\n")
 
