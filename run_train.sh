@@ -5,7 +5,18 @@
 # components/commands/start.py. Works in any folder and with bash 3.2. PYTHON names the Python to use.
 set -euo pipefail
 
-root="$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)"
+script="${BASH_SOURCE[0]}"
+while [ -L "$script" ]; do
+    link="$(readlink "$script")"
+    case "$link" in /*) script="$link" ;; *) script="$(dirname -- "$script")/$link" ;; esac
+done
+root="$(CDPATH='' cd -P -- "$(dirname -- "$script")" && pwd -P)"
+case "$root" in
+    *:*)
+        echo "$root: Python cannot import from a path with a colon; move the repository to another folder" >&2
+        exit 2
+        ;;
+esac
 
 # Sets $python. Options (--group test) go to components/launch/environment.py. Says nothing when the environment is there.
 find_python() {

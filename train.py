@@ -5,7 +5,6 @@ python train.py --job.config_file recipes/llama_debug.toml     one rank, in this
 """
 
 import gc
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import EXPORTS, JobConfig, load_config, to_dict
+from components.config import EXPORTS, JobConfig, absolute_tables, load_config
+from components.config.environment import set_default
 from components.data import PackedSequences, build_datasets
 from components.data.loader import DIVISORS, Order, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
@@ -106,7 +106,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
     """Check the layout, read the data, build the model and its optimizer at step 0."""
     set_product_precision(config.training.float32_matmul_precision, device)
     if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
@@ -308,7 +308,7 @@ def main(argv: list[str]) -> int:
             code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
             saved, target = folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
-            export_run(to_dict(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
+            export_run(absolute_tables(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
         return code
     except SystemExit:  # on every rank at the same step
         checkpointer.wait()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from components.config import ConfigError
+from components.config.environment import set_default
 from parallelize.mesh import Mesh
 
 T = TypeVar("T")
@@ -45,7 +46,8 @@ def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.de
             local_rank %= gpus
         device = torch.device("cuda", local_rank)
     backend = cpu_backend()
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")  # the flight recorder's: for gloo torch's default is 0
+    if not os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):  # its older name
+        set_default("TORCH_FR_BUFFER_SIZE", "500")  # the flight recorder's: for gloo torch's default is 0
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = f"cpu:{backend},cuda:nccl"

@@ -52,7 +52,7 @@ def read_table(path: str) -> Order:
     An action is its stage, kind and micro-batch (0F1); (0F1;3B0)OVERLAP_F_B are two that run as one. Raises ValueError
     with the row and the cell that are wrong, OSError for a file that cannot be read.
     """
-    file = Path(path).expanduser()
+    file = Path(path)
     if file.exists() and not file.is_file():
         raise ValueError("it is no file")
     try:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from components.config import Parallelism
+from components.config.bounds import path_argument
 from parallelize.schedules import SCHEDULES, stages_of_rank
 from parallelize.tables import Box, Order, Step, order_of_parts, read_table, simulate
 
@@ -134,7 +135,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=8, help="default 8")
     parser.add_argument("--splits", type=int, default=1, help="also 1F1B with sequences in so many parts")
     parser.add_argument("--stages", type=int, default=2, help="of a rank, where the schedule has more than one (2)")
-    parser.add_argument("--output", type=Path, default=Path("schedules.png"))
+    parser.add_argument("--output", type=path_argument, default=Path("schedules.png"))
     options = parser.parse_args()
     timelines: dict[str, list[Box]] = {}
     units: dict[str, int] = {}

@@ -1,12 +1,17 @@
 """Job files: every mistake is refused, with its place and what is right; nothing that was given is ignored."""
 
+import argparse
+import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from components.config import ROOT, load_config
+from components.config import ROOT, ConfigError, absolute_tables, load, load_config, to_dict
+from components.config.bounds import path_argument
+from components.config.files import read_json, read_json_as
 from components.config.keys import FIELDS, describe_type
 from tests.jobs import OURS, job, refused
 
@@ -189,6 +194,82 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert refused("--job.config_file", tmp_path / "latin.toml")[0].endswith("not UTF-8 at byte 5")
 
 
+def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -> None:
+    path = job(tmp_path, "\ufeff[training]\nsteps = 3\nstepz = 4\n")
+    assert refused("--job.config_file", path) == [
+        f"{path}:3: training.stepz = 4: unknown key; did you mean training.steps?"
+    ]
+    path.write_text("\ufeffjob.description = 'one'\r\n", encoding="utf-8")
+    assert load_config(["--job.config_file", str(path)]).job.description == "one"
+    path.write_text('\ufeff{"a": 1}', encoding="utf-8")
+    assert read_json(path) == read_json_as(dict[str, int], path) == {"a": 1}
+
+
+PATHS = sorted(key for key, annotation in FIELDS.items() if load._is_path(annotation))
+ADAPTED = ["--lora.rank", "4"]  # lora.initial_load_path needs adapters
+
+
+def test_every_key_of_a_path_is_known_as_one() -> None:
+    ends = ("path", "folder", "file", "csv", "cache")
+    named = {key for key in FIELDS if key.endswith(ends)}
+    inside = {"checkpoint.folder", "metrics.save_tb_folder"}
+    inside |= {f"profiling.save_{what}_folder" for what in ("traces", "memory_snapshot")}
+    assert {*PATHS} == named - inside
+
+
+@pytest.mark.parametrize("key", PATHS)
+def test_a_path_is_one_of_this_machine(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x").write_text("")
+    table, _, name = key.rpartition(".")
+    config: Any = load_config([f"--{key}", "~/x", *ADAPTED])
+    assert functools.reduce(getattr, [*table.split("."), name], config) == f"{tmp_path}/x"
+    for path, reason in {
+        "s3://bucket/x": "a URL; expected a path of this machine",
+        "file:///x": "a URL; expected a path of this machine",
+        "~nobody-of-this-name/x": "no home folder of this user",
+        "$HOME/x": "variables are not expanded here",
+        "/data/${USER}_runs/x": "variables are not expanded here",
+    }.items():
+        (message,) = refused(f"--{key}", path)
+        assert message.startswith(f'command line: {key} = "{path}": {reason}')
+
+
+def test_a_folder_may_have_any_name_if_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("$a", "~b", "c:d"):
+        (tmp_path / name).mkdir()
+        assert load_config(["--job.dump_folder", f"./{name}/new"]).job.dump_folder == f"./{name}/new"
+
+
+def test_paths_of_run_json_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer's may start at the repository, the cache's always does."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    config = load_config([word for key in PATHS for word in (f"--{key}", "own") if key != "job.config_file"] + ADAPTED)
+    tables = absolute_tables(config)
+    found = {key: functools.reduce(dict.__getitem__, key.split("."), tables) for key in PATHS}
+    right = dict.fromkeys(PATHS, str(tmp_path / "own"))
+    assert found == right | {"job.config_file": None, "training.dataset_cache": str(ROOT / "own")}
+    assert tables["checkpoint"]["folder"] == "checkpoint"
+    assert tables["metrics"] == to_dict(config)["metrics"]
+    default = absolute_tables(load_config([]))
+    assert default["model"]["hf_assets_path"] == str(ROOT / "assets/tokenizer")
+    assert default["job"]["dump_folder"] == str(tmp_path / "outputs")
+    assert default["parallelism"]["pipeline_parallel_schedule_csv"] == ""
+
+
+@pytest.mark.parametrize("path", ["s3://bucket/x", "~nobody-of-this-name/x", "$HOME/x"])
+def test_a_path_of_a_command_is_one_of_this_machine(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=path_argument)
+    assert parser.parse_args(["~"]).folder == Path.home()
+    with pytest.raises(SystemExit):
+        parser.parse_args([path])
+    assert "error: argument folder: " in (said := capsys.readouterr().err)
+    assert "invalid" not in said
+
+
 def test_overrides(tmp_path: Path) -> None:
     path = job(tmp_path, "[training]\nsteps = 1\nseq_len = 64\n")
     words = (
@@ -262,3 +343,9 @@ def test_every_key_is_read_somewhere() -> None:
     code = "\n".join(file.read_text() for file in files if file.name not in ("tables.py", "names.py"))
     unread = [key for key in OURS if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", code)]
     assert not unread
+
+
+def test_a_repository_from_which_python_cannot_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "ROOT", Path("/a:b"))
+    with pytest.raises(ConfigError, match=r"^/a:b: Python cannot import from a path with a colon"):
+        load.python_path()

@@ -51,6 +51,28 @@ def test_run_train_uses_a_python_that_has_all(copy: Path, tmp_path: Path) -> Non
     assert words == "['--a.b', 'two words']"
 
 
+@pytest.mark.parametrize("link", ["a/link", "a/b/there/link"])
+def test_run_train_may_be_called_through_links(link: str, copy: Path, tmp_path: Path) -> None:
+    """A relative link to an absolute one; and one in a linked folder, whose .. is not the folder that names it."""
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/absolute").symlink_to(copy / "run_train.sh")
+    (tmp_path / "a/link").symlink_to("absolute")
+    (tmp_path / "deep/er").mkdir(parents=True)
+    (tmp_path / "deep/er/link").symlink_to("../../my repository/run_train.sh")
+    (tmp_path / "a/b/there").symlink_to(tmp_path / "deep/er")
+    (tmp_path / "a/my repository").mkdir()
+    done = run(tmp_path / link, cwd=tmp_path, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[1] == str(copy)
+
+
+def test_a_path_from_which_python_cannot_import_is_named(copy: Path, tmp_path: Path) -> None:
+    there = copy.rename(tmp_path / "a:b")
+    done = run(there / "run_train.sh", cwd=tmp_path, PYTHON=sys.executable)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{there}: Python cannot import from a path with a colon")
+
+
 def test_ranks_may_open_as_many_files_as_the_system_allows(copy: Path, tmp_path: Path) -> None:
     """Each rank has two sockets to every other."""
     printed = "import resource\nprint(resource.getrlimit(resource.RLIMIT_NOFILE))\n"

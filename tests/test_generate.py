@@ -12,8 +12,10 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,7 @@ from components.commands import generate as generation
 from components.commands.generate import build, check_ranks, continue_text, generate, open_source, sample
 from components.config import ROOT, Checkpoint, ConfigError, JobConfig, Model, to_dict
 from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.state import __main__ as state
 from components.state.adapters import export_run
 from components.state.checkpoint import Checkpointer, write_json
 from components.state.init import initialize_weights
@@ -341,6 +344,37 @@ def test_a_mistake_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
             generation.main(["nowhere", "x", *words])
         assert ended.value.code == 2
         assert f"{words[0]} " in capsys.readouterr().err
+
+
+@one_family
+def test_an_export_that_cannot_end_writes_no_weights(
+    saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run is moved, and its tokenizer is gone: --tokenizer names another one, for generate too."""
+    shutil.copytree(saved.run, tmp_path / "run")
+    written = json.loads((tmp_path / "run/run.json").read_text())
+    written["config"]["model"]["hf_assets_path"] = "gone"
+    write_json(tmp_path / "run/run.json", written)
+    command, there = ["export", str(tmp_path / "run"), str(tmp_path / "exported")], [tmp_path / "run"]
+    with pytest.raises(ConfigError, match=r"no tokenizer at gone: .*; --tokenizer takes another path"):
+        state.main(command)
+    whole, checkpoint = meta_model(Model(name="qwen3", flavor="debug")), tmp_path / "run/checkpoint/step-7"
+    with mock.patch.object(safetensors.torch, "save_file", side_effect=OSError(28, "No space left")) as save:
+        with pytest.raises(ConfigError, match="no tokenizer at gone"):  # as at the end of a run
+            export(whole, checkpoint, tmp_path / "exported", "gone", torch.float32)
+        assert not save.called
+        with pytest.raises(ConfigError, match="No space left"):
+            state.main([*command, "--tokenizer", "assets/tokenizer"])
+    assert [*tmp_path.iterdir()] == there
+    assert state.main([*command, "--tokenizer", "assets/tokenizer"]) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
+    prompted = ["In the beginning", "--tokens", "3", "--temperature", "0", "--tokenizer", "assets/tokenizer"]
+    monkeypatch.setattr(generation, "init_distributed", lambda seconds: CPU)
+    said = []
+    for folder in ("run", "exported"):
+        assert generation.main([str(tmp_path / folder), *prompted]) == 0
+        said.append(capsys.readouterr().out.splitlines()[-1])
+    assert said[0] == said[1]
 
 
 def lm_eval_says(folder: Path, output: Path) -> tuple[float, list[dict[str, Any]]]:

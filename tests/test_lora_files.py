@@ -134,6 +134,8 @@ def exported(run: train.Run, folder: Path, base: Path) -> torch.Tensor:
     plain = {name: weight for name, weight in weights.items() if not is_adapter(name)}
     chosen = Model(name=run.config.model.name, flavor=run.config.model.flavor)
     export(meta_model(chosen), plain, base, run.config.model.hf_assets_path, torch.float32)
+    with pytest.raises(ConfigError, match="adapters are written without a tokenizer"):
+        main(["export", str(folder), str(folder / "peft"), "--tokenizer", "assets/tokenizer"])
     for words in (
         ["export", str(folder), str(folder / "peft")],
         ["merge", str(folder), "--to", str(folder / "merged")],

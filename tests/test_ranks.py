@@ -43,7 +43,7 @@ def test_ranks_get_the_variables_and_the_words_and_have_a_log_each(begin: Start)
         sys.stdout.flush()
         os._exit(0)
     """
-    launched = begin(script, "--job.description", "two words")
+    launched = begin(script, "--job.description", "two words", PYTORCH_ALLOC_CONF="", LOGLEVEL="")
     code, out, err = launched.end()
     threads = read_settings(JobConfig(), {"NGPU": "2"}).threads
     assert code == 0, err
@@ -64,9 +64,11 @@ def test_log_rank_chooses_what_is_shown(begin: Start) -> None:
     script = """
         import os
         assert "PYTORCH_ALLOC_CONF" not in os.environ, "it would be stronger than what the user has set"
+        assert int(os.environ["OMP_NUM_THREADS"]) * int(os.environ["GOMP_SPINCOUNT"]), "empty is as unset"
         print("hello\\nfrom " + os.environ["RANK"], end="")
     """
-    _, out, _ = begin(script, NGPU="3", LOG_RANK="0,2", PYTORCH_CUDA_ALLOC_CONF="backend:native").end()
+    given = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "OMP_NUM_THREADS": "", "GOMP_SPINCOUNT": ""}
+    _, out, _ = begin(script, NGPU="3", LOG_RANK="0,2", **given).end()
     assert sorted(out.splitlines()) == ["[rank 0] from 0", "[rank 0] hello", "[rank 2] from 2", "[rank 2] hello"]
 
 

@@ -1,5 +1,6 @@
 """Settings that a device or an installation cannot have, each refused with its reason, or warned of."""
 
+import contextlib
 import importlib.util
 import types
 
@@ -50,3 +51,44 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monk
     assert warnings(dry, resolve_degrees(dry, 1), 1, on_cpu=True) == []
     config = config_of("--training.mixed_precision_param", "float32")
     assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []
+
+
+WANDB, DETERMINISTIC = "--metrics.enable_wandb", "--debug.deterministic"
+HIGH = ("--training.float32_matmul_precision", "high")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "words", "key"),
+    [
+        ("TORCHDYNAMO_DISABLE", "1", COMPILE, "compile.enable"),
+        ("TORCHDYNAMO_DISABLE", "1", (KERNEL, "flex"), "model.attention_kernel"),
+        ("TORCH_COMPILE_DISABLE", "1", COMPILE, "compile.enable"),
+        ("TORCHDYNAMO_SUPPRESS_ERRORS", "0", COMPILE, "compile.enable"),  # torch reads any text as true
+        ("TORCH_COMPILE_OVERRIDE_BACKENDS", ">=0:eager", COMPILE, "compile.backend"),
+        ("NVIDIA_TF32_OVERRIDE", "1", (), "training.float32_matmul_precision"),
+        ("NVIDIA_TF32_OVERRIDE", "0", HIGH, "training.float32_matmul_precision"),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0", (DETERMINISTIC,), "debug.deterministic"),
+        ("WANDB_MODE", "disabled", (WANDB,), "metrics.enable_wandb"),
+        ("WANDB_DISABLED", "true", (WANDB,), "metrics.enable_wandb"),
+        ("TORCHDYNAMO_DISABLE", "1", (), ""),
+        ("TORCHDYNAMO_DISABLE", "0", COMPILE, ""),
+        ("TORCHDYNAMO_SUPPRESS_ERRORS", "", COMPILE, ""),
+        ("NVIDIA_TF32_OVERRIDE", "0", (), ""),
+        ("NVIDIA_TF32_OVERRIDE", "1", HIGH, ""),
+        ("CUBLAS_WORKSPACE_CONFIG", ":16:8", (DETERMINISTIC,), ""),
+        ("WANDB_MODE", "offline", (WANDB,), ""),
+    ],
+)
+def test_a_variable_that_takes_a_setting_away_is_refused(
+    variable: str, value: str, words: tuple[str, ...], key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    said = rf"{key} = .*: with {variable} = {value} in the environment .*; unset one"
+    with pytest.raises(ConfigError, match=said) if key else contextlib.nullcontext():
+        check_device(config_of(*words), (9, 0))
+
+
+def test_variables_of_cuda_take_nothing_from_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    check_device(config_of(DETERMINISTIC), None)

@@ -1,5 +1,6 @@
 """What is checked before ranks are started: the environment variables, the folder, the job file; and how soon."""
 
+import contextlib
 import difflib
 import gc
 import os
@@ -7,19 +8,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from components.commands import start
+from components.commands import check, start
 from components.config import ROOT, ConfigError, DataLoader, JobConfig, load_config
+from components.config.environment import set_default
 from components.data import __main__ as prepare
 from components.data.loader import build_loader
 from components.launch import settings as settings_module
 from components.launch import signals
 from components.launch.process import shorten_temporary_folder
-from components.launch.settings import Settings, read_settings
+from components.launch.settings import OTHERS, Settings, read_settings, with_variables
 from tests.jobs import OURS, job
 
 
@@ -44,6 +46,20 @@ def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         start.check([], {"NGPU": "16"})
 
 
+@pytest.mark.parametrize(
+    ("visible", "there", "runs"),
+    [("0,1", 1, False), ("0", 0, False), ("GPU-8932f937", 0, False), ("0, 1", 2, True), ("-1", 0, True), ("", 0, True)],
+)
+def test_gpus_that_are_named_are_there(visible: str, there: int, runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job for GPUs does not train on the CPU because a device is missing."""
+    for module in (settings_module, start):
+        monkeypatch.setattr(module, "gpus", lambda: there)
+    given = {"NGPU": "1", "CUDA_VISIBLE_DEVICES": visible}
+    said = f'CUDA_VISIBLE_DEVICES = "{visible}": torch can use {there} of these devices'
+    with contextlib.nullcontext() if runs else pytest.raises(ConfigError, match=said):
+        start.check_devices(JobConfig(), settings(NGPU="1"), given)
+
+
 def test_wrong_variables_are_all_named() -> None:
     wrong = {
         "NGPU": "two",
@@ -52,6 +68,9 @@ def test_wrong_variables_are_all_named() -> None:
         "RDZV_ENDPOINT": "host",
         "MAX_RESTARTS": "-1",
         "SHUTDOWN_TIMEOUT_SECONDS": "soon",
+        "OMP_NUM_THREADS": "all",
+        "TORCH_FR_BUFFER_SIZE": "1k",
+        "LOGLEVEL": "info",
     }
     with pytest.raises(ConfigError) as caught:
         read_settings(JobConfig(), wrong)
@@ -62,6 +81,17 @@ def test_wrong_variables_are_all_named() -> None:
     with pytest.raises(ConfigError, match="RDZV_ENDPOINT is needed too"):
         settings(NGPU="2", NNODES="2")
     assert settings(NGPU="2", MAX_RESTARTS="1").restarts == 1
+    read_settings(JobConfig(), dict.fromkeys(wrong, ""))  # empty is unset
+    settings(OMP_NUM_THREADS="4,1", TORCH_FR_BUFFER_SIZE="0", LOGLEVEL="INFO")
+
+
+def test_an_empty_variable_gets_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"EMPTY": "", "GIVEN": "1"}.items():
+        monkeypatch.setenv(name, value)
+        set_default(name, "2")
+    assert (os.environ["EMPTY"], os.environ["GIVEN"]) == ("2", "1")
+    files = [ROOT / "train.py", *(ROOT / "components").rglob("*.py"), *(ROOT / "parallelize").rglob("*.py")]
+    assert [file for file in files if "environ.setdefault" in file.read_text()] == [], "it keeps an empty value"
 
 
 def test_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,6 +144,46 @@ def test_without_a_job_file_the_debug_recipe_is_run() -> None:
     assert start.with_recipe(["--training.steps", "3"]) == [*recipe, "--training.steps", "3"]
     for words in (["--job.config_file", "a.toml"], ["--job.config-file=a.toml"]):
         assert start.with_recipe(words) == words
+
+
+def test_torchtitans_variables_are_read_and_options_win_over_them() -> None:
+    given = {"CONFIG_FILE": "a.toml", "COMM_MODE": "fake_backend"}
+    words = with_variables(["--training.steps", "3"], given)
+    assert start.with_recipe(words) == words
+    assert words == ["--job.config_file", "a.toml", "--comm.mode", "fake_backend", "--training.steps", "3"]
+    recipe = str(start.DEFAULT_RECIPE)
+    words = with_variables(["--job.config_file", recipe, "--comm.mode", "default"], given)
+    config = load_config(words)
+    assert (config.job.config_file, config.comm.mode) == (recipe, "default")
+    assert with_variables([], {"CONFIG_FILE": "", "COMM_MODE": ""}) == []
+    for mode, reason in {"local_tensor": "CUDA_VISIBLE_DEVICES= runs", "fake": 'expected "default" or "fake_b'}.items():
+        with pytest.raises(ConfigError, match=f'environment: COMM_MODE = "{mode}": .*{reason}'):
+            with_variables([], {"COMM_MODE": mode})
+
+
+@pytest.mark.parametrize("command", [start.main, check.main])
+def test_both_commands_read_the_variables(
+    command: Callable[[list[str]], int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(start, "preload", None)  # nothing is started
+    monkeypatch.setattr(check, "CHECKS", {})
+    monkeypatch.setenv("CONFIG_FILE", str(job(tmp_path, "stepz = 1")))
+    assert command([]) == 2
+    assert f"{tmp_path}/job.toml:1: stepz = 1: unknown key" in "".join(capsys.readouterr())
+
+
+def test_variables_of_other_launchers_are_refused_where_nothing_replaces_them() -> None:
+    given = dict.fromkeys(OTHERS, "2")
+    with pytest.raises(ConfigError) as caught:
+        read_settings(JobConfig(), given)
+    assert [message.split(" = ")[0] for message in caught.value.messages] == [f"environment: {name}" for name in OTHERS]
+    read_settings(JobConfig(), {name: idle for name, (idle, _, _) in OTHERS.items()})
+    theirs = {"WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "8"}
+    ours = {"NNODES": "2", "NGPU": "1", "RDZV_ENDPOINT": "a:1"}
+    assert read_settings(JobConfig(), theirs | ours).world_size == 2
 
 
 def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: P
     assert (run_folder / "loss.png").stat().st_size > 10_000
     run = json.loads((run_folder / "run.json").read_text())
     assert run["config"]["training"]["steps"] == 24
+    assert run["config"]["model"]["hf_assets_path"] == str(ROOT / "assets/tokenizer"), "not found from elsewhere"
     assert run["versions"]["torch"] == torch.__version__
 
 

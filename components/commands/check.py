@@ -27,7 +27,7 @@ from components.data.sources import BadRecord, Unread, ending, find_files, read_
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
-from components.launch.settings import Settings, gpus, read_settings
+from components.launch.settings import Settings, gpus, read_settings, with_variables
 from components.observe.trackers import check_wandb
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
@@ -249,8 +249,9 @@ def _nearest(folder: Path) -> Path:
 
 def main(argv: list[str]) -> int:
     """Print a tick or a cross for each check; 0 if there is no cross, else 2."""
-    argv, crosses = with_recipe(argv), set()
+    crosses = set()
     try:
+        argv = with_recipe(with_variables(argv, os.environ))
         config = load_config(argv)
         job = Job(argv, config, read_settings(config, os.environ))
         print(f"✓ {'configuration':16} {len(config.origins)} keys are set", flush=True)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Parallelism, Training
+from components.config.bounds import local_path, path_argument
 from components.config.files import read_json_as
-from components.data.tokenizer import Tokenizer, load_tokenizer, passed_over
+from components.data.tokenizer import Tokenizer, fitting_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
 from components.state.folder import chosen_model, find_checkpoint, separator_of
@@ -56,28 +57,29 @@ class Source:
     """training.dataset_separator of the run."""
 
 
-def open_source(folder: Path, step: int | None) -> Source:
+def open_source(folder: Path, step: int | None, tokenizer: str | None = None) -> Source:
     """A run's dump_folder or a Hugging Face folder. Called by all ranks. Raises ConfigError if it cannot be used."""
     if (folder / "run.json").exists():
-        return _open_run(folder, step)
+        return _open_run(folder, step, tokenizer)
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder}: no run.json and no config.json: not a dump_folder, and no Hugging Face folder")
     if step is not None:
         raise ConfigError(f"--step {step}: {folder} is a Hugging Face folder, which has no steps")
-    return _open_hugging_face(folder)
+    return _open_hugging_face(folder, tokenizer)
 
 
-def _open_run(folder: Path, step: int | None) -> Source:
+def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> Source:
     config, checkpoint = find_checkpoint(folder, step)
     chosen = chosen_model(config)
     check_model(JobConfig(model=chosen))
     load = partial(load_run, config=config, checkpoint=checkpoint)
     said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     model = meta_model(chosen, config["training"]["dtype"])
-    return Source(chosen.name, model, config["model"]["hf_assets_path"], said, load, separator_of(config))
+    path = tokenizer or config["model"]["hf_assets_path"]
+    return Source(chosen.name, model, path, said, load, separator_of(config))
 
 
-def _open_hugging_face(folder: Path) -> Source:
+def _open_hugging_face(folder: Path, given_tokenizer: str | None) -> Source:
     file = folder / "config.json"
     families = {
         kind: name
@@ -96,9 +98,9 @@ def _open_hugging_face(folder: Path) -> Source:
         raise ConfigError(f"{file}: {error}") from error
     check_weights(model, folder)
     # tokenizer.json first: it says which tokens begin and end a text, a rank file does not.
-    tokenizer = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
+    own = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
     said = f"{name} from {folder}{left_out(model, folder)}"
-    return Source(name, model, str(tokenizer), said, lambda model: load_weights([model], folder))
+    return Source(name, model, given_tokenizer or str(own), said, lambda model: load_weights([model], folder))
 
 
 def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -232,9 +234,10 @@ def continue_text(
 def main(argv: list[str]) -> int:
     """The command line; returns an exit code. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m components.generate", description=__doc__.partition("\n")[0])
-    parser.add_argument("source", type=Path, help="a run's dump_folder, or a Hugging Face folder")
+    parser.add_argument("source", type=path_argument, help="a run's dump_folder, or a Hugging Face folder")
     parser.add_argument("prompts", nargs="+", metavar="prompt", help="what each text begins with")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
+    parser.add_argument("--tokenizer", type=local_path, help="file or folder (default: the tokenizer of the source)")
     parser.add_argument("--tokens", type=int, default=200, help="maximum after each prompt (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (0.8)")
     parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to draw from (1)")
@@ -244,10 +247,9 @@ def main(argv: list[str]) -> int:
     if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):
         parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
     device = init_distributed(300)
-    source = open_source(options.source, options.step)
-    tokenizer, rows = load_tokenizer(source.tokenizer, source.separator), source.model.config.vocab_size
-    if tokenizer.rows > rows:
-        raise ConfigError(f"{source.tokenizer}: {tokenizer.rows} tokens, but {source.name} has a table of {rows}")
+    source = open_source(options.source, options.step, options.tokenizer)
+    rows = source.model.config.vocab_size
+    tokenizer = fitting_tokenizer(source.tokenizer, source.name, rows, source.separator)
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     model = build(source, device, getattr(torch, dtype))
     first = dist.get_rank() == 0

@@ -2,8 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
+from components.config.bounds import path_argument
 from components.launch.exit_codes import ExitCode
 from components.observe.report import run_report
 
@@ -13,8 +13,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m components.metrics", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="report")
     report = commands.add_parser("report", help="one HTML page with the curves of one run, or of several")
-    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run's dump folder")
-    report.add_argument("--output", type=Path, help="the page (default: report.html in the first folder)")
+    report.add_argument("folders", nargs="+", type=path_argument, metavar="FOLDER", help="a run's dump folder")
+    report.add_argument("--output", type=path_argument, help="the page (default: report.html in the first folder)")
     options = parser.parse_args(argv)
     path = options.output or options.folders[0] / "report.html"
     try:

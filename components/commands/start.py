@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from components.config.files import writable
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
-from components.launch.settings import Settings, gpus, read_settings, wrong
+from components.launch.settings import Settings, gpus, read_settings, with_variables, wrong
 from components.observe.trackers import check_wandb
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
@@ -47,6 +48,7 @@ environment variables
   SHUTDOWN_TIMEOUT_SECONDS   time for saving after SIGTERM, SIGINT or SIGUSR1 (default 300)
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
+  CONFIG_FILE, COMM_MODE     as --job.config_file and --comm.mode, which win over these
 
 exit codes
   0  done
@@ -69,7 +71,7 @@ def main(argv: list[str]) -> int:
     if "--check" in argv:
         return run_alone("components.commands.check", [word for word in argv if word != "--check"], {})
     try:
-        argv = with_recipe(argv)
+        argv = with_recipe(with_variables(argv, os.environ))
         config, settings = check_job(argv, os.environ)
         if config.comm.mode != "fake_backend":
             # Meanwhile this process imports torch too, for the model's sizes.
@@ -132,8 +134,11 @@ def check_model(config: JobConfig, settings: Settings) -> None:
 
 def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
     """Raises ConfigError if the node has too few GPUs, or if its kind of device cannot do what the job asks for."""
+    hint, visible = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU", environment.get("CUDA_VISIBLE_DEVICES", "")
+    if len(re.findall(r"(?:^|,) *(?:\d|GPU-|MIG-)", visible)) > gpus():
+        reason = f"torch can use {gpus()} of these devices; {hint}"
+        raise ConfigError(wrong(environment, "CUDA_VISIBLE_DEVICES", reason))
     if 0 < gpus() < settings.ranks:
-        hint = "CUDA_VISIBLE_DEVICES= (empty) runs on the CPU"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     check_device(config, (9, 0) if gpus() else None)
 

@@ -1,6 +1,9 @@
 """Types of bounded values, which keys.py describes in words. Every value within its bounds is safe to compute with."""
 
+import argparse
 import os
+import re
+from pathlib import Path
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
@@ -10,15 +13,35 @@ LARGEST = 2**31 - 1
 """Largest size or count: the product of two such numbers fits into 64 bits."""
 
 
-def usable_path(path: str) -> str:
-    """Returns the path, which need not exist. Raises ValueError if it cannot name a file or is not accessible."""
+class PathError(argparse.ArgumentTypeError, ValueError):
+    """The reason why a path is refused, for argparse and for pydantic."""
+
+
+def local_path(path: str) -> str:
+    """Returns the path with ~ expanded; the path need not exist.
+
+    Raises PathError if it is a URL, has a user or a variable that is not expanded, or is not accessible.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        raise PathError("a URL; expected a path of this machine: mount the store, or copy its files")
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise PathError("no home folder of this user is known; write ./~ for a folder whose name begins with ~")
+    variable = re.search(r"\$(?:\{\w+\}|[A-Za-z_]\w*)[^/]*", expanded)
     try:
-        os.stat(os.path.expanduser(path))
+        if variable and not os.path.lexists(expanded[: variable.end()]):
+            raise PathError("variables are not expanded here; write the value instead of $ and its name")
+        os.stat(expanded)
     except (FileNotFoundError, NotADirectoryError):
-        return path
+        return expanded
     except OSError as error:
-        raise ValueError(error.strerror) from None
-    return path
+        raise PathError(error.strerror) from None
+    return expanded
+
+
+def path_argument(word: str) -> Path:
+    """The type of a path on a command line, for argparse. Raises PathError."""
+    return Path(local_path(word))
 
 
 Positive = Annotated[int, Ge(1), Le(LARGEST)]
@@ -30,4 +53,9 @@ PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
-PathName = Annotated[str, MinLen(1), AfterValidator(usable_path)]
+PATH = AfterValidator(local_path)
+PathName = Annotated[str, MinLen(1), PATH]
+"""A path; relative to the current folder."""
+INSIDE = "inside job.dump_folder"
+FolderName = Annotated[str, MinLen(1), PATH, INSIDE]
+"""A folder inside job.dump_folder; relative to it, so that the dump folder can be moved."""

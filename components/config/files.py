@@ -1,5 +1,6 @@
 """File helpers: retried reads, JSON (also of unknown origin), atomic and durable writes, and hashes."""
 
+import codecs
 import contextlib
 import hashlib
 import json
@@ -43,7 +44,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text())
+    return json.loads(path.read_text(encoding="utf-8-sig"))
 
 
 def read_json_if_whole(path: Path) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
     """
     try:
         refuse_pointer(path, content := read_regular(path))
-        return pydantic.TypeAdapter(kind).validate_json(content, strict=True)
+        return pydantic.TypeAdapter(kind).validate_json(content.removeprefix(codecs.BOM_UTF8), strict=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except pydantic.ValidationError as error:

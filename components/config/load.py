@@ -13,7 +13,7 @@ from typing import Any
 import pydantic
 
 from components.config import names
-from components.config.bounds import LARGEST, usable_path
+from components.config.bounds import INSIDE, LARGEST, PATH, PathError, local_path
 from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show, show_key
 from components.config.optimizer import OPTIMIZER_KEYS, LRScheduler
 from components.config.read import Given, read_file, read_overrides
@@ -24,7 +24,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python_path() -> str:
-    """PYTHONPATH for subprocesses that run a module of this repository: ROOT, then the user's PYTHONPATH."""
+    """PYTHONPATH for subprocesses that run a module of this repository: ROOT, then the user's PYTHONPATH.
+
+    Raises ConfigError if ROOT has a colon. run_train.sh says the same sentence.
+    """
+    if os.pathsep in str(ROOT):
+        reason = "Python cannot import from a path with a colon; move the repository to another folder"
+        raise ConfigError(f"{ROOT}: {reason}")
     return os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 
 
@@ -34,8 +40,8 @@ def load_config(argv: list[str]) -> JobConfig:
     Raises ConfigError with every mistake in the file and on the command line, and the place of each mistake.
     """
     overrides = list(read_overrides(argv))
-    files = [given.value for given in overrides if given.key == "job.config_file"]
-    given = [*(read_file(Path(files[-1])) if files else ()), *overrides]
+    files = [given for given in overrides if given.key == "job.config_file"]
+    given = [*(read_file(Path(_checked(files[-1].key, files[-1].value, files[-1]))) if files else ()), *overrides]
     asked = {setting.key: setting.value for setting in given}
     mistakes: list[str] = []
     values: dict[str, Any] = {}
@@ -74,6 +80,37 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
     tables = dataclasses.asdict(config)
     del tables["origins"]
     return tables
+
+
+def absolute_tables(config: JobConfig) -> dict[str, Any]:
+    """As to_dict, with absolute paths, which mean the same from any folder, except for those inside dump_folder."""
+    tables = to_dict(config)
+    for key, annotation in FIELDS.items():
+        *names, last = key.split(".")
+        table = functools.reduce(dict.__getitem__, names, tables)
+        if _is_path(annotation) and table[last]:
+            table[last] = str(_absolute(key, table[last]))
+    return tables
+
+
+def _absolute(key: str, path: str) -> Path:
+    if key == "training.dataset_cache":
+        return ROOT / path
+    return (here_or_in_repository(path) if key == "model.hf_assets_path" else Path(path)).absolute()
+
+
+def here_or_in_repository(path: str) -> Path:
+    """A relative path starts at the current folder or, if nothing is there, at the repository."""
+    given = Path(os.path.expanduser(path))  # ~ is in run.json of older runs
+    return given if given.exists() else ROOT / given
+
+
+def _is_path(annotation: Any) -> bool:
+    """Whether a key has a path that does not lie in the dump folder."""
+    metadata = getattr(annotation, "__metadata__", ())
+    if INSIDE in metadata:
+        return False
+    return PATH in metadata or any(_is_path(member) for member in typing.get_args(annotation))
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
@@ -262,8 +299,8 @@ def _contradictions(config: JobConfig) -> Iterator[tuple[str, str]]:
         if checkpoint.last_save_in_hf and folder.is_relative_to(whole / EXPORTS):
             yield key, f"checkpoint.last_save_in_hf replaces {dump / EXPORTS} with what it writes"
         try:
-            usable_path(str(dump / name))
-        except ValueError as error:
+            local_path(str((dump / name).absolute()))
+        except PathError as error:
             yield key, f"{dump / name}: {error}"
 
 

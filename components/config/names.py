@@ -61,6 +61,7 @@ UNAVAILABLE_VALUES: dict[tuple[str, str], str] = {
     **{("model.name", name): _FAMILIES for name in ("llama4",)},
     **{("model.flavor", f"debugmodel_{kind}_attn"): _MASK for kind in ("flex", "varlen")},
     **{("model.flavor", f"8B_{kind}"): _MASK for kind in ("flex", "varlen")},
+    ("comm.mode", "local_tensor"): "not available; CUDA_VISIBLE_DEVICES= runs all ranks on the CPU",
     ("checkpoint.async_mode", "async_with_pinned_mem"): '"async" copies to host memory too, and writes behind training',
 }
 

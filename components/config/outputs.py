@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from components.config.bounds import LARGEST, NonNegative, PathName, Positive
+from components.config.bounds import LARGEST, FolderName, NonNegative, PathName, Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Metrics:
     """Use colors if the console is a terminal."""
     enable_tensorboard: bool = False
     """Write TensorBoard events."""
-    save_tb_folder: PathName = "tb"
+    save_tb_folder: FolderName = "tb"
     """Folder of the TensorBoard events, inside dump_folder."""
     enable_wandb: bool = False
     """Log to Weights & Biases; WANDB_MODE=offline needs no network. Without an answer of the server at the start, the
@@ -48,7 +48,7 @@ class Profiling:
 
     enable_profiling: bool = False
     """Write torch.profiler traces (chrome://tracing, Perfetto)."""
-    save_traces_folder: PathName = "profile_traces"
+    save_traces_folder: FolderName = "profile_traces"
     """Folder of the traces, inside dump_folder."""
     profile_freq: Positive = 10
     """Write a trace every this many steps."""
@@ -58,7 +58,7 @@ class Profiling:
     """Warm-up steps of the profiler before each trace; their records are discarded."""
     enable_memory_snapshot: bool = False
     """Write CUDA memory snapshots (pytorch.org/memory_viz) at the steps of the traces; an error without CUDA."""
-    save_memory_snapshot_folder: PathName = "memory_snapshot"
+    save_memory_snapshot_folder: FolderName = "memory_snapshot"
     """Folder of the snapshots, inside dump_folder."""
 
 
@@ -68,7 +68,7 @@ class Checkpoint:
 
     enable: bool = False
     """Save checkpoints, and at start resume from the newest good one."""
-    folder: PathName = "checkpoint"
+    folder: FolderName = "checkpoint"
     """Folder of the checkpoints, inside dump_folder."""
     interval: Positive = 500
     """Save every this many steps; the last step is always saved."""

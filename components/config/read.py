@@ -49,7 +49,7 @@ def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
 def read_file(path: Path) -> Iterator[Given]:
     """Yields the settings of a job file. Raises ConfigError if it cannot be read."""
     try:
-        text = read_regular(path, _MOST_BYTES).decode("utf-8")
+        text = read_regular(path, _MOST_BYTES).decode("utf-8").removeprefix("\ufeff")  # as Windows editors save
         settings = list(_flatten(tomli.loads(text)))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the job file: {error.strerror}") from None

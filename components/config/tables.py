@@ -142,7 +142,7 @@ class Parallelism:
     """Ranks that split the layers."""
     pipeline_parallel_schedule: Name = "1F1B"
     """Order of micro-batches on each rank: a name in parallelize/schedules.py (docs/pipeline_parallel.md)."""
-    pipeline_parallel_schedule_csv: str = ""
+    pipeline_parallel_schedule_csv: PathName | Literal[""] = ""
     """File with a custom schedule in torch's format: one row of actions (0F1, 0B1, 0I1, 0W1) per rank."""
     pipeline_parallel_microbatch_size: Sequences = 1
     """Sequences per micro-batch; local_batch_size must be a multiple."""

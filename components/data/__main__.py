@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from pathlib import Path
 
 from components.config import ConfigError, JobConfig, load_config
+from components.config.bounds import path_argument
 from components.data.cache import data_spec, prepare
 from components.data.hub import fetch
 from components.data.sources import Unread, unread_files
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     fetching.add_argument("--kind", choices=["model", "dataset"], default="model")
     fetching.add_argument("--only", nargs="+", default=[], help="tokenizer, weights, all, or globs of file names")
     fetching.add_argument("--revision", help="branch, tag or commit; main if left out")
-    fetching.add_argument("--into", type=Path, help="folder; assets/NAME if left out")
+    fetching.add_argument("--into", type=path_argument, help="folder; assets/NAME if left out")
     given, rest = parser.parse_known_args(argv)
     if given.command == "prepare":
         prepare_all(load_config(rest))

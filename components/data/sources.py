@@ -59,7 +59,7 @@ def unread_files(path: str) -> "Unread | None":
 
 
 def _find(path: str) -> tuple[list[Path], "Unread | None"]:
-    given = Path(os.path.expanduser(path))
+    given = Path(path)
     known = ", ".join(sorted(READERS))
     try:
         if given.is_file():

@@ -100,7 +100,7 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         raise ConfigError(mistake(config, key if key in config.origins else "validation.enable", reason))
     if training.dataset_path or training.dataset in REGISTERED:
         base = data_spec(training, config.model.hf_assets_path)
-        path, part, revision = str(Path(base.path).expanduser().absolute()), None, None
+        path, part, revision = str(Path(base.path).absolute()), None, None
         if not Path(path).is_dir():
             raise ConfigError(mistake(config, "training.dataset_path", "not a folder; only folders are streamed"))
         found = list(walk(Path(path)))

@@ -15,7 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any, Protocol
 
-from components.config import ROOT, ConfigError, JobConfig, mistake, python_path
+from components.config import ConfigError, JobConfig, here_or_in_repository, mistake, python_path
+from components.config.bounds import path_argument
 from components.config.files import inside, read_json, refuse_pointer, write_json
 from components.config.keys import short
 from components.data.sources import ending, find_files, unread, walk
@@ -185,8 +186,7 @@ def find_tokenizer(path: str) -> Path:
     A relative path starts at the current folder or, if nothing is there, at the repository. Raises ConfigError that
     says how to get a tokenizer.
     """
-    given = Path(os.path.expanduser(path))
-    found = given if given.exists() else ROOT / given
+    found = here_or_in_repository(path)
     if found.is_dir():
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
         candidates.sort(key=is_sentencepiece)
@@ -209,6 +209,17 @@ def load_tokenizer(path: str, separator: str = AUTO) -> Tokenizer:
     """Loads the tokenizer that find_tokenizer finds; separator: training.dataset_separator. Raises ConfigError."""
     file = find_tokenizer(path)
     return (JsonTokenizer if file.suffix == ".json" else TiktokenTokenizer)(file, separator)
+
+
+def fitting_tokenizer(path: str, model: str, rows: int, separator: str = AUTO) -> Tokenizer:
+    """Loads the tokenizer of a saved model, whose table has `rows` rows. Raises ConfigError that names --tokenizer."""
+    try:
+        tokenizer = load_tokenizer(path, separator)
+    except ConfigError as error:
+        raise ConfigError([f"{message}; --tokenizer takes another path" for message in error.messages]) from None
+    if tokenizer.rows > rows:
+        raise ConfigError(f"{path}: {tokenizer.rows} tokens, but {model} has a table of {rows}; see --tokenizer")
+    return tokenizer
 
 
 def try_tokenizer(path: str, separator: str = AUTO) -> int:
@@ -376,9 +387,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m components.data.tokenizer")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="train a byte-level BPE on text files")
-    command.add_argument("--input", type=Path, required=True, help="a text file, or a folder of .txt files")
+    command.add_argument("--input", type=path_argument, required=True, help="a text file, or a folder of .txt files")
     command.add_argument("--vocab-size", type=int, required=True, help="entries, with the 256 special tokens")
-    command.add_argument("--output", type=Path, required=True, help="the rank file to write")
+    command.add_argument("--output", type=path_argument, required=True, help="the rank file to write")
     trying = commands.add_parser("try", help="load a tokenizer, and print the size of its vocabulary")
     trying.add_argument("--input", required=True, help="its file")
     trying.add_argument("--separator", default=AUTO, help="training.dataset_separator")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from components.config import ConfigError
+from components.config.environment import set_default
 from components.launch.orphan import LAUNCHER_PIPE, variables
 
 _LINE_END = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
@@ -50,10 +51,12 @@ def preload(modules: list[str], threads: int) -> None:
     shorten_temporary_folder does.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
-        os.environ.setdefault(name, value)
+        set_default(name, value)
     os.environ["PYTHONUNBUFFERED"] = "1"
-    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # less fragmentation of GPU memory
+    if not os.environ.get("PYTORCH_CUDA_ALLOC_CONF"):
+        set_default("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # less fragmentation of GPU memory
+    if not os.environ.get("LOGLEVEL"):
+        os.environ.pop("LOGLEVEL", None)  # torch.distributed.elastic cannot be imported with an empty one
     shorten_temporary_folder()
     _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
     forkserver.ensure_running()

@@ -34,7 +34,7 @@ def run_ranks(main: str, argv: list[str], settings: Settings, logs: Path) -> int
     preload must be called first. Output goes to logs/rank_N.log. The main thread waits for signals and another thread
     runs the agent, so signals are handled immediately even while nodes wait for each other inside a library call.
     """
-    if "LOGLEVEL" not in os.environ:
+    if not os.environ.get("LOGLEVEL"):
         logging.disable(logging.ERROR)  # the agent logs each step; failures are reported below
     ranks = Ranks(main, argv, settings, logs)
     for number in (*STOP_SIGNALS, signal.SIGQUIT):
@@ -68,8 +68,8 @@ class Ranks:
     def start(self, variables: dict[int, dict[str, Any]]) -> dict[int, int]:
         """Starts a rank for each entry {rank number: environment variables}; returns {rank number: process id}."""
         environment = {
-            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
             **os.environ,
+            **({"FORCE_COLOR": "1"} if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else {}),
         }
         self._ranks, self.meeting = [], False
         for number, more in variables.items():

@@ -1,11 +1,14 @@
 """Settings of the start of ranks on this node, from environment variables and the layout."""
 
+import logging
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig
+from components.config.keys import FIELDS, describe_type
+from components.config.names import UNAVAILABLE_VALUES
 from components.launch.process import cores
 from parallelize.mesh import minimum_ranks
 
@@ -49,6 +52,9 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, name, f"expected {allowed}"))
         return default
 
+    for name, (idle, ours, remedy) in OTHERS.items():
+        if environment.get(name, "") not in ("", idle) and not environment.get(ours):
+            mistakes.append(wrong(environment, name, remedy))
     nodes = integer("NNODES", 1, 1)
     ranks = integer("NGPU", 1, 1) if environment.get("NGPU") else _default_ranks(config, nodes)
     node_rank = integer("NODE_RANK", 0, 0, nodes - 1) if environment.get("NODE_RANK") else None
@@ -57,6 +63,12 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         mistakes.append(wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
     if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
+    integer("TORCH_FR_BUFFER_SIZE", 0, 0)  # torch would end on another value
+    # A number for each level of nested parallelism. OpenMP would pass over another value, and take all cores.
+    if (value := environment.get("OMP_NUM_THREADS")) and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", value):
+        mistakes.append(wrong(environment, "OMP_NUM_THREADS", "expected an integer of 1 or more"))
+    if (value := environment.get("LOGLEVEL")) and value not in logging.getLevelNamesMapping():
+        mistakes.append(wrong(environment, "LOGLEVEL", f"expected {' or '.join(logging.getLevelNamesMapping())}"))
     shown, text = None, environment.get("LOG_RANK", "") or "0"
     if text != "all":
         try:
@@ -78,6 +90,30 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
     if mistakes:
         raise ConfigError(mistakes)
     return settings
+
+
+def with_variables(argv: list[str], environment: Mapping[str, str]) -> list[str]:
+    """argv after the options that CONFIG_FILE and COMM_MODE stand for, as in torchtitan; argv wins over these.
+
+    Raises ConfigError for a COMM_MODE that does not exist.
+    """
+    config_file, mode = environment.get("CONFIG_FILE"), environment.get("COMM_MODE")
+    if mode and mode not in ("default", "fake_backend"):
+        reason = UNAVAILABLE_VALUES.get(("comm.mode", mode), f"expected {describe_type(FIELDS['comm.mode'])}")
+        raise ConfigError(wrong(environment, "COMM_MODE", reason))
+    given = (("--job.config_file", config_file), ("--comm.mode", mode))
+    return [word for option, value in given if value for word in (option, value)] + argv
+
+
+OTHERS = {
+    "TRAIN_FILE": ("torchtitan.train", "", "train.py is the loop of every recipe: unset it"),
+    "TORCHFT_LIGHTHOUSE": ("", "", "torchft is not available: unset it; MAX_RESTARTS starts lost ranks again"),
+    "PET_NNODES": ("1", "NNODES", "only torchrun reads it; set NNODES and RDZV_ENDPOINT"),
+    "PET_NPROC_PER_NODE": ("", "NGPU", "only torchrun reads it; set NGPU"),
+    "WORLD_SIZE": ("1", "NNODES", "run_train.sh starts the ranks itself; set NNODES, RDZV_ENDPOINT and NGPU"),
+}
+"""Variables of torchtitan's and torchrun's launchers: the value without effect, the variable that replaces them here,
+and the remedy."""
 
 
 def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from components.config import ROOT, ConfigError, JobConfig, mistake, to_dict
+from components.config import ROOT, ConfigError, JobConfig, absolute_tables, mistake
 from components.config.files import replace
 from components.launch.locks import RUN_LOCK, holder, keep_lock
 from components.observe.report import Panel, draw, points, read_rows
@@ -150,7 +150,7 @@ class Metrics:
             tracker.write(_flat(row))
 
     def _print(self, line: str, colour: str) -> None:
-        coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or "FORCE_COLOR" in os.environ)
+        coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
         print(f"\033[{colour}m{line}\033[0m" if coloured else line, flush=True)
 
     def _write_run(self, layout: str) -> None:
@@ -161,7 +161,7 @@ class Metrics:
             "device": _device_name(self.device),
             "versions": _versions(),
             "git": git_revision(),
-            "config": to_dict(self.config),
+            "config": absolute_tables(self.config),
         }
         with self._refusing():
             replace(self.folder / "run.json", json.dumps(run, indent=1) + "\n")

@@ -120,7 +120,8 @@ def _wandb(folder: Path, config: JobConfig, step: int) -> Writer:
 
     def begin(**how: Any) -> Any:
         return wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "meshwright"),
+            project=os.environ.get("WANDB_PROJECT") or "meshwright",
+            entity=os.environ.get("WANDB_TEAM") or None,  # torchtitan's name of WANDB_ENTITY
             dir=str(folder),
             id=known,
             resume="allow" if known else None,

@@ -70,10 +70,11 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         "inference_mode": True,
     }
 
+    staging = path.with_name(f".staging-{path.name}")
+
     def write() -> None:
         from safetensors.torch import save_file
 
-        staging = path.with_name(f".staging-{path.name}")
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         theirs = {place.name: torch.zeros(place.shape, dtype=dtype) for place in found.values()}
@@ -84,7 +85,11 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         write_json(staging / "adapter_config.json", described)
         put_in_place(staging, path)
 
-    together(write, first_only=True)
+    try:
+        together(write, first_only=True)
+    finally:
+        if torch.distributed.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def check_adapters(model: Any, asked: Lora, path: Path) -> None:

@@ -256,8 +256,8 @@ def export(
     """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces one there.
 
     model: the whole model, on the meta device; separator: training.dataset_separator. Ranks share the files, and hold
-    one file's tensors at a time. Raises OSError on every rank if any rank cannot write; an earlier folder is then
-    untouched.
+    one file's tensors at a time. Raises OSError on every rank if any rank cannot write, or ConfigError for a wrong
+    tokenizer; an earlier folder is then untouched, and nothing of the new one stays.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = path.with_name(f".staging-{path.name}")
@@ -267,8 +267,14 @@ def export(
         names = ["model.safetensors"]
 
     def begin() -> None:
+        """Write all but weights, since it may fail."""
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
+        tokens = export_tokenizer(tokenizer, staging, separator)
+        kind = str(dtype).removeprefix("torch.")
+        # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
+        write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
+        write_json(staging / "generation_config.json", tokens)
 
     def write() -> None:
         from safetensors.torch import save_file
@@ -303,11 +309,6 @@ def export(
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
-        tokens = export_tokenizer(tokenizer, staging, separator)
-        kind = str(dtype).removeprefix("torch.")
-        # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
-        write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
-        write_json(staging / "generation_config.json", tokens)
         put_in_place(staging, path)
 
     weights = {} if isinstance(source, Path) else source
@@ -320,6 +321,9 @@ def export(
         together(publish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        if rank == 0:
+            shutil.rmtree(staging, ignore_errors=True)
 
 
 def put_in_place(staging: Path, path: Path) -> None:

@@ -1,12 +1,14 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from components.config import ConfigError, JobConfig, mistake
 from parallelize.mesh import Degrees, global_batch_size
 from parallelize.rules import compile, expert, model, pipeline, tensor
+from parallelize.rules.environment import overridden
 from parallelize.rules.sizes import near_multiples, not_among, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
 from parallelize.schedules import SCHEDULES
@@ -249,7 +251,10 @@ def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
-    """Raises ConfigError for settings that the device cannot honour; cuda: compute capability, None on the CPU."""
+    """Raises ConfigError for settings that the device or an environment variable would not honour.
+
+    cuda: compute capability, None on the CPU.
+    """
     float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
     spec = importlib.util.find_spec("torch")
     torch_path = str(spec.origin if spec else "")
@@ -270,8 +275,9 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
         "model.attention_kernel": "FlexAttention has no backward on a CPU",
         "model.converters": "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
     }
-    if found := [mistake(config, key, reasons[key]) for key in wrong if wrong[key]]:
-        raise ConfigError(found)
+    found = [(key, reasons[key]) for key in wrong if wrong[key]] + [*overridden(config, os.environ, cuda is not None)]
+    if found:
+        raise ConfigError([mistake(config, key, reason) for key, reason in found])
 
 
 def check_model(config: JobConfig) -> None:
