@@ -41,6 +41,12 @@ def tree_seconds(root: int) -> float:
     return total / _TICKS
 
 
+def children_seconds() -> float:
+    """Processor time of the processes that this one has waited for."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
 def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process: none is lost."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -105,9 +111,7 @@ def main(command: list[str]) -> int:
             os.wait()
         except ChildProcessError:
             break
-    spent = os.times()
-    seconds = spent.children_user + spent.children_system
-    print(f"{seconds:.1f} s of processor time, {time.perf_counter() - started:.1f} s: {' '.join(command)}")
+    print(f"{children_seconds():.1f} s of processor time, {time.perf_counter() - started:.1f} s: {' '.join(command)}")
     return code
 
 

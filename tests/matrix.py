@@ -66,7 +66,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     accepted.sort(key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
     cases = [Case(each.overrides(), each.ranks, STEPS, LABELS) for each in accepted]
     for each, observed in zip(accepted, observe_all(cases), strict=True):
-        if isinstance(observed, RuntimeError):
+        if isinstance(observed, Exception):
             yield Result(each, "", str(observed), {}, 0.0)
             continue
         result = Result(each, "", "", figures(observed, one_process(each.run())), observed.seconds)

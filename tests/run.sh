@@ -27,9 +27,7 @@ fi
 if [ $# -gt 0 ]; then
     step "tests" pytest --durations=10 "$@"
 else
-    step "tests" pytest -n 2 --dist loadfile --durations=10 -m "not clock"
-    # Only files with such tests: to collect all others takes ten seconds.
-    step "tests that need the machine for themselves" pytest -m clock $(grep -lw clock tests/test_*.py)
+    step "tests" pytest -n 2 --dist loadfile --durations=10
     step "convergence" tests.convergence
 fi
 [ -z "$whole" ] || step "every layout" tests.matrix --all

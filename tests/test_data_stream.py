@@ -18,7 +18,7 @@ from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, check_stream, is_stream, read_progress, stream_documents, stream_spec
 from components.data.tokenizer import load_tokenizer
 from tests.caches import read
-from tests.processes import wait_until
+from tests.limits import wait_until
 from tests.streams import (
     SEQ_LEN,
     VERSES,
