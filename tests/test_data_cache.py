@@ -182,6 +182,7 @@ def test_a_cache_folder_that_cannot_be_is_told(tmp_path: Path, place: str) -> No
         prepare(spec_of(tmp_path / "a.txt", tmp_path / place), 1)
 
 
+@pytest.mark.quick
 def test_prepare_is_a_command(tmp_path: Path) -> None:
     (tmp_path / "own.txt").write_text(WORDS)
     command = ["-m", "components.data", "prepare", "--job.config_file", "recipes/llama_debug.toml"]

@@ -129,6 +129,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, schedule: str) -> None:
@@ -177,6 +178,7 @@ TIED_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", TIED_FAULTS)
 def test_a_fault_of_a_tied_table_is_found(fault: str) -> None:
     """A run whose ends differ ends with an error."""

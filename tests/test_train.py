@@ -138,6 +138,7 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "a run"
 
 
+@pytest.mark.quick
 @pytest.mark.torchrun
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: Path) -> None:
     """Two ranks: stopped by SIGTERM to the launcher, then resumed; equal bits, and no row lost."""
