@@ -22,7 +22,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,6 +29,7 @@ from torch import nn
 from components.config import Checkpoint
 from components.state import checkpoint
 from components.state.checkpoint import Checkpointer
+from tests.limits import MOST_IDLE, TimeLimit, wait_until
 from tests.ranks import PRELOADED
 
 
@@ -58,9 +58,11 @@ class Nursery:
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """What function returns in a fork of that process, which may fork ranks."""
         self.pipe.send((function, args))
-        if not self.pipe.poll(60):
+        try:
+            wait_until(functools.partial(self.pipe.poll, 0.1))
+        except TimeLimit:
             self.end()
-            pytest.fail("no answer in 60 seconds")
+            raise
         failed, value = self.pipe.recv()
         assert not failed, value
         return value
@@ -124,7 +126,9 @@ def _rank(rank: int, world: int, folder: Path, function: Callable[..., Any], arg
     os.dup2(output, 2)
     try:
         store = dist.FileStore(str(folder / "store"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=5))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=2 * MOST_IDLE)
+        )
         value = function(*args)
     except BaseException as failure:
         error = f"{type(failure).__name__}: {failure}"

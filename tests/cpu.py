@@ -1,12 +1,14 @@
 """Processor time of all processes that a command starts, also of those that it does not wait for.
 
 python -m tests.cpu COMMAND ...        the command's total, in seconds of processor time, at its end
-pytest -p tests.cpu ...                the 40 most expensive tests and a table by test file, ranks and commands included
+pytest -p tests.cpu ...                the most expensive tests, ranks and commands included; with -n too
+pytest -p tests.cpu --write-costs      and tests/costs.json anew, which says what is slow: for a run of all tests
 
-With -n too. `time` misses ranks: their parent is the fork server, which outlives pytest.
+`time` misses ranks: their parent is the fork server, which outlives pytest.
 """
 
 import ctypes
+import json
 import os
 import subprocess
 import sys
@@ -41,73 +43,101 @@ def tree_seconds(root: int) -> float:
     return total / _TICKS
 
 
+def children_seconds() -> float:
+    """Processor time of the processes that this one has waited for."""
+    spent = os.times()
+    return spent.children_user + spent.children_system
+
+
 def adopt_orphans() -> None:
     """Descendants whose parent ends become children of this process: none is lost."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-_BY_TEST = pytest.StashKey[dict[str, float]]()
+COSTS = Path(__file__).with_name("costs.json")
+"""Seconds of processor time of the tests that take one or more. Those that take more than SLOW are slow."""
+SLOW = 2.0
+TOO_SLOW = 20.0
+"""A test that takes more and is not in COSTS fails the quick command: several times SLOW, since machines differ."""
+_SPENT = pytest.StashKey[dict[str, float]]()
+_LOOKED = pytest.StashKey[tuple[float, float]]()
+"""Time and processor time when the tree was last looked at."""
+
+
+def read_costs() -> dict[str, float]:
+    return json.loads(COSTS.read_text(encoding="utf-8"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-costs", action="store_true", help="write tests/costs.json, after a run of all tests")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     adopt_orphans()
-    config.stash[_BY_TEST] = {"(start and collection)": 0.0}
+    config.stash[_SPENT] = {}
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    by_test = item.config.stash[_BY_TEST]
-    before = tree_seconds(os.getpid())
-    if len(by_test) == 1:
-        by_test["(start and collection)"] = before
+    """To look takes milliseconds: so only where half a second is over, all of which counts as the last test's."""
+    stash, spent = item.config.stash, item.config.stash[_SPENT]
+    if not spent:
+        spent["start and collection"] = tree_seconds(os.getpid())
+        stash[_LOOKED] = time.monotonic(), spent["start and collection"]
     try:
         return (yield)
     finally:
-        by_test[f"{item.path.name}::{item.name}"] = tree_seconds(os.getpid()) - before
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["seconds"] = session.config.stash[_BY_TEST]
+        looked_at, before = stash[_LOOKED]
+        if time.monotonic() - looked_at > 0.5:
+            stash[_LOOKED] = time.monotonic(), tree_seconds(os.getpid())
+            spent[item.nodeid] = stash[_LOOKED][1] - before
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     """With pytest-xdist the tests are run, and measured, by its workers."""
-    by_test = node.config.stash[_BY_TEST]
-    for name, seconds in getattr(node, "workeroutput", {}).get("seconds", {}).items():
-        by_test[name] = by_test.get(name, 0.0) + seconds
+    spent = node.config.stash[_SPENT]
+    for name, seconds in getattr(node, "workeroutput", {}).get("spent", {}).items():
+        spent[name] = spent.get(name, 0.0) + seconds
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    config, spent = session.config, session.config.stash[_SPENT]
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["spent"] = spent
+        return
+    if _too_slow(config) and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if config.option.write_costs:
+        tests = {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if "::" in name and seconds >= 1}
+        COSTS.write_text(json.dumps(tests, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _too_slow(config: pytest.Config) -> list[str]:
+    """Tests of the quick command that should be in COSTS."""
+    if config.option.markexpr != "not slow":
+        return []
+    slow = {name for name, seconds in config.stash[_SPENT].items() if "::" in name and seconds > TOO_SLOW}
+    return sorted(slow - read_costs().keys())
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    by_test, by_file = config.stash[_BY_TEST], defaultdict[str, float](float)
-    for name, seconds in by_test.items():
-        by_file[name.partition("::")[0]] += seconds
+    spent = config.stash[_SPENT]
     terminalreporter.section("processor time of all processes, in seconds")
-    for table in (dict(_most_expensive(by_test)[:40]), by_file):
-        for name, seconds in _most_expensive(table):
-            terminalreporter.write_line(f"{seconds:8.1f}  {name}")
-        terminalreporter.write_line("")
-    terminalreporter.write_line(f"{sum(by_test.values()):8.1f}  all")
-
-
-def _most_expensive(table: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(table.items(), key=lambda each: -each[1])
+    for name, seconds in sorted(spent.items(), key=lambda each: -each[1])[:10]:
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(spent.values()):8.1f}  all")
+    for name in _too_slow(config):
+        terminalreporter.write_line(f"{name} is too slow for the quick command: add its seconds to tests/costs.json")
 
 
 def main(command: list[str]) -> int:
-    """Run a command and wait for all that it has started; print its processor time. Returns its exit code."""
+    """Run a command; print its processor time, with that of all that it has started. Returns its exit code."""
     adopt_orphans()
     started = time.perf_counter()
     code = subprocess.run(command, check=False).returncode
-    while True:
-        try:
-            os.wait()
-        except ChildProcessError:
-            break
-    spent = os.times()
-    seconds = spent.children_user + spent.children_system
-    print(f"{seconds:.1f} s of processor time, {time.perf_counter() - started:.1f} s: {' '.join(command)}")
+    seconds = tree_seconds(os.getpid()) - time.process_time()
+    print(f"{seconds:.0f} s of processor time, {time.perf_counter() - started:.0f} s: {' '.join(command)}")
     return code
 
 

@@ -49,6 +49,7 @@ from parallelize import parallelize_model
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from tests.figures import Observation, broken_bars, figures
+from tests.limits import TimeLimit
 from tests.ranks import Ranks, kept_ranks
 from tests.routing import Routing, watch
 from tests.small import RECIPE, SMALL
@@ -80,15 +81,15 @@ class Case:
 
 
 def observe(*overrides: str, **options: Any) -> Observation:
-    """Run a case (options are those of Case) and return what was observed. Raises RuntimeError if a rank failed."""
+    """What was observed of a case, with the options of Case. Raises RuntimeError if a rank failed, or TimeLimit."""
     (observed,) = observe_all([Case(overrides=overrides, **options)])
-    if isinstance(observed, RuntimeError):
+    if isinstance(observed, Exception):
         assert _NOT_PLANTED not in str(observed), observed  # else the tests of a fault that is an error would be green
         raise observed
     return observed
 
 
-def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError]:
+def observe_all(cases: Sequence[Case]) -> Iterator[Observation | RuntimeError | TimeLimit]:
     """Run cases one after another."""
     for case in cases:
         own = case.mutate is not None or bool(case.environment)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from parallelize.groups import cpu_backend
 from tests.harness import observe
+from tests.limits import TimeLimit
 
 COLLECTIVES = 100_000
 """In one round."""
@@ -83,7 +84,7 @@ def main() -> None:
                     layouts += 1
                     try:
                         observe(*SETTINGS, *degrees, ranks=ranks, folder=folder)
-                    except RuntimeError as error:
+                    except (RuntimeError, TimeLimit) as error:
                         layouts_died += 1
                         print(f"; {' '.join(degrees)}: {error}", end="")
         print(f", {time.monotonic() - started:.0f} s", flush=True)

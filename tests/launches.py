@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT
+from tests.limits import finish, wait_until
 
 START = """
 import os, sys
@@ -36,9 +37,12 @@ class Launched:
                 return
         pytest.fail(f"ended before it printed {line}: {self.end()}")
 
-    def end(self, timeout: float = 120) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=timeout)
+    def end(self) -> tuple[int, str, str]:
+        out, err = finish(self.process)
         return self.process.returncode, out, err
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
 
     def log(self, rank: int) -> str:
         (path,) = self.folder.glob(f"outputs/logs/*/rank_{rank}.log")
@@ -72,9 +76,4 @@ def launcher(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for launched in begun:
         launched.process.send_signal(signal.SIGQUIT)  # the launcher kills its ranks
-        launched.process.wait(10)
-
-
-def alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state not in ("", "Z")
+        wait_until(launched.ended)

@@ -29,6 +29,7 @@ from tests import composition
 from tests.figures import BARS, Observation, figures, worst
 from tests.harness import observe
 from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, STEPS, Layout, any_layout, main_layouts
+from tests.limits import TimeLimit
 from tests.routing import Routing
 from tests.spread import spread
 
@@ -95,7 +96,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
             result = _compare(each, None)
             routing = one_process(each.run()).routing
             yield _compare(each, routing) if result.broken and routing.known else result
-        except RuntimeError as error:
+        except (RuntimeError, TimeLimit) as error:
             yield Result(each, "", str(error), {}, 0.0)
 
 

@@ -4,8 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,16 +39,20 @@ def ended(process: subprocess.Popen[str]) -> Iterator[None]:
 
 def processes_of(session: int) -> list[int]:
     """Living processes of a session."""
-    listing = subprocess.run(["ps", "-eo", "pid=,sess=,stat="], capture_output=True, text=True, check=True).stdout
-    rows = [line.split() for line in listing.splitlines()]
-    return [int(pid) for pid, owner, state, *_ in rows if int(owner) == session and not state.startswith("Z")]
+    pids = sorted(int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if (fields := _fields(pid)) and fields[0] not in "ZX" and int(fields[3]) == session]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.002)
+def alive(pid: int) -> bool:
+    return (fields := _fields(pid)) != [] and fields[0] not in "ZX"
+
+
+def _fields(pid: int) -> list[str]:
+    """State, parent, group, session and more of a process; nothing if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import multiprocessing.util
 import os
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,14 +23,17 @@ import torch.distributed as dist
 from components.launch.ending import leave
 from parallelize import precision
 from parallelize.groups import init_distributed
+from tests.limits import MOST_IDLE, Limit, TimeLimit
 
 PRELOADED = ["pytest", "tests.harness", "torch._inductor.compile_fx"]
 """What the fork server imports: ranks that get a function of a test import its file, and that imports pytest; the first
 compile of a rank would import the compiler.
 """
 Work = Callable[[Any, torch.device], Any]
-MOST_SECONDS = [180, 40]
-"""Of a case, and of each of its ranks: sixteen that compile share a few cores."""
+COMPUTING = 300.0
+"""Seconds of processor time of a case, for each of its ranks."""
+FOLLOWING = 20.0
+"""Seconds without work that ranks have to end after the first of them: what they wait for does not come."""
 
 
 class Ranks:
@@ -59,14 +61,26 @@ class Ranks:
             theirs.close()
 
     def run(self, case: Any) -> Any:
-        """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks."""
+        """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks; or TimeLimit."""
         self.cases += 1
-        deadline = time.monotonic() + max(MOST_SECONDS[0], MOST_SECONDS[1] * self.count)
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended: the answer is missing too
                 pipe.send(case)
-        answers = [_answers(pipe, deadline) for pipe in self._pipes]
-        if all(answers):
+        limit = Limit(f"a case of {self.count} ranks", COMPUTING * self.count)
+        waiting, ended = [*self._pipes], False
+        try:
+            while waiting:
+                limit.check()
+                ready = multiprocessing.connection.wait(waiting, 1)
+                for pipe in [pipe for pipe in waiting if pipe in ready]:
+                    waiting.remove(pipe)
+                    if not _answers(pipe):
+                        ended, limit.idle = True, FOLLOWING
+        except TimeLimit as reached:
+            if not ended:
+                self.end()
+                return reached
+        if not ended:
             return torch.load(Path(self._folder.name) / "result", map_location="cpu", weights_only=False)
         for process in self._processes:
             process.join(5)
@@ -113,9 +127,9 @@ def kept_ranks(count: int, work: Work) -> Ranks:
     return _kept[count]
 
 
-def _answers(pipe: Connection, deadline: float) -> bool:
+def _answers(pipe: Connection) -> bool:
     try:
-        return pipe.poll(max(0, deadline - time.monotonic())) and pipe.recv() is None
+        return pipe.recv() is None
     except (EOFError, OSError):
         return False
 
@@ -132,7 +146,7 @@ def _rank(
     faulthandler.enable()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
-        device = init_distributed(120 if torch.cuda.is_available() else 20, share_gpus=True)
+        device = init_distributed(int(10 * MOST_IDLE), share_gpus=True)  # Ranks notice a hang long before
         while True:
             case = pipe.recv()
             result = work(case, device)

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from components.config import ROOT
+from tests.limits import finish, wait_until
 from tests.small import SMALL
 
 RUN = [
@@ -45,19 +45,15 @@ class Whole:
         """Process ids of the ranks, in order."""
         return [rank for server in children(self.process.pid) for rank in children(server)]
 
-    def wait_for_step(self, step: int, seconds: float = 600) -> None:
-        self.wait_until(lambda: last_step(self.folder) >= step, seconds)
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: last_step(self.folder) >= step)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 600) -> None:
-        end = time.monotonic() + seconds
-        while not condition():
-            assert self.process.poll() is None, self.end()
-            assert time.monotonic() < end, "waited in vain"
-            time.sleep(0.005)
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        wait_until(condition, self.process)
 
-    def end(self, seconds: float = 600) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Exit code, and all that was printed."""
-        out, _ = self.process.communicate(timeout=seconds)
+        out, _ = finish(self.process)
         return self.process.returncode, out
 
     def kill(self) -> None:

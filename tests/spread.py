@@ -9,10 +9,11 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tests.layouts import AXES, DRAWN, FAMILIES, MOST_RANKS, Layout, any_layout, layout
+from tests.layouts import AXES, DRAWN, FAMILIES, MESH, MOST_RANKS, Layout, any_layout, layout
 
 GIVEN = [
     *(
@@ -30,8 +31,12 @@ GIVEN = [
     layout(tp="2", cp="2", pp="2", schedule="ZBVZeroBubble", sequence_parallel="false"),
     layout(dp="fsdp 2", tp="2", pp="2", schedule="DualPipeV", accumulation="3"),
     layout(dp="fsdp 2", tp="2", cp="2", pp="2", schedule="Interleaved1F1B"),
+    layout(dp="fsdp 2", accumulation="3", compile="true"),
+    layout(pp="2"),
 ]
-"""Layouts of other families and of more than four ranks, which are in every spread of the tests."""
+"""Layouts in every spread of the tests: of other families, of more than four ranks, and with what no pair needs."""
+QUICK = 64
+"""Layouts of the quick command, of two ranks or more."""
 _LAID_OUT = ("dp", "tp", "cp", "pp", "ep", "schedule")
 _FILE = Path(__file__).with_suffix(".json")
 
@@ -99,9 +104,39 @@ def spread(
 
 
 def of_the_tests() -> list[Layout]:
-    """The layouts of tests/spread.json and those GIVEN; few ranks first."""
+    """The layouts of tests/spread.json and those GIVEN; those of one mesh are together, and few ranks first."""
     found = [layout(**settings) for settings in json.loads(_FILE.read_text(encoding="utf-8"))]
-    return [*sorted(found, key=lambda each: each.ranks), *GIVEN]
+    return sorted([*found, *GIVEN], key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
+
+
+def settings_of(each: Layout) -> set[tuple[str, str]]:
+    """Axis and setting, where another setting would make another layout."""
+    cell = dict(each.cell)
+    return {
+        (axis, value)
+        for axis, value in each.cell
+        if any(layout(**cell | {axis: other}) != each for other in AXES[axis] if other != value)
+    }
+
+
+def cover(layouts: Sequence[Layout], least: int = QUICK) -> list[Layout]:
+    """Some of these layouts, with each setting that any of them has; then, up to `least`, with most pairs of settings.
+
+    Greedy: the next has most that is new for what it takes.
+    """
+    settings = {each: settings_of(each) for each in layouts}
+    chosen = _more([], settings, len(layouts))
+    return _more(chosen, {each: {*itertools.combinations(sorted(settings[each]), 2)} for each in layouts}, least)
+
+
+def _more(chosen: list[Layout], parts: dict[Layout, set[Any]], most: int) -> list[Layout]:
+    """Those chosen and others, until all parts of all layouts are there, or so many layouts."""
+    missing = set().union(*parts.values()).difference(*(parts[each] for each in chosen))
+    while missing and len(chosen) < most:
+        rest = [each for each in parts if each not in chosen]
+        chosen = [*chosen, max(rest, key=lambda each: len(parts[each] & missing) / each.cost)]
+        missing -= parts[chosen[-1]]
+    return chosen
 
 
 def main() -> None:

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +21,10 @@ from components.state.adapters import check_adapters
 from components.state.folder import _first_fault, read_inside
 from models import meta_model
 from tests.jobs import job, refused
+from tests.limits import limited
 from tests.test_tokenizer import save_json_tokenizer
 
 DEBUG = ["--job.config_file", str(start.DEFAULT_RECIPE)]
-
-
-@contextmanager
-def at_once(seconds: float = 5) -> Iterator[None]:
-    """An error if what is inside takes longer."""
-
-    def too_long(*_: object) -> None:
-        raise TimeoutError(f"hangs for {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, too_long)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 LONG = "9" * 5000
@@ -74,7 +57,7 @@ JOBS = {
 def test_a_job_file_is_read_or_refused_at_once(case: str, tmp_path: Path) -> None:
     text, expected = JOBS[case]
     path = job(tmp_path, text)
-    with at_once():
+    with limited("reading a bad file", 10):
         if expected is None:
             load_config(["--job.config_file", str(path)])
             return
@@ -105,7 +88,7 @@ def test_a_word_of_the_command_line_is_refused(words: list[str], expected: str) 
 def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
-    with at_once():
+    with limited("reading a bad file", 10):
         assert refused("--job.config_file", tmp_path / "pipe") == [
             f"{tmp_path}/pipe: cannot read the job file: not a regular file"
         ]
@@ -187,7 +170,7 @@ def test_a_pipe_in_the_place_of_a_json_file_is_not_read(bundle: Path, tmp_path: 
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
     given = ["--checkpoint.initial_load_in_hf", "--checkpoint.initial_load_path", str(folder)]
-    with at_once(20):
+    with limited("reading bad files", 40):
         with pytest.raises(ConfigError, match=r"config\.json: cannot be read: not a regular file"):
             start.check([*DEBUG, *given], {"NGPU": "1"})
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json: cannot be read: not a regular file"):

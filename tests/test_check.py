@@ -34,6 +34,7 @@ def marks(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[st
     return code, {line[2:19].strip(): line[0] + line[19:] for line in lines}
 
 
+@pytest.mark.quick
 def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None:
     words = [str(ROOT / "run_train.sh"), "--check", "--job.dump_folder", str(tmp_path / "out"), "--checkpoint.enable"]
     environment = {**os.environ, "PYTHON": sys.executable}

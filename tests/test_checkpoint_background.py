@@ -11,6 +11,7 @@ from torch.distributed.checkpoint import filesystem
 
 from components.launch.ending import leave
 from tests.checkpoints import checkpointer, load, names, run, save, saved, value_of
+from tests.limits import MOST_IDLE
 
 
 class _Gate:
@@ -26,7 +27,7 @@ class _Gate:
         self.held = self.held or threading.get_ident()
         if self.held == threading.get_ident():
             self.reached.set()
-            self.opened.wait(20)
+            self.opened.wait(MOST_IDLE)
         self.write(*args)
 
 
@@ -34,7 +35,7 @@ def _train_during_save(folder: Path) -> float:
     """Save while the main thread trains and talks to the other rank."""
     saver, gate = checkpointer(folder, 10, async_mode="async"), _Gate()
     saver.save(10, {"sequences": 70})
-    gate.reached.wait(5)
+    gate.reached.wait(MOST_IDLE)
     model, optimizer = saver.stages[0], saver.optimizer
     assert not folder.joinpath("step-10").exists()
     for number in range(200):
@@ -80,11 +81,11 @@ def _late_writer(folder: Path) -> str:
     gate = _Gate()
     old = checkpointer(folder, 1010, async_mode="async")
     old.save(10, {"sequences": -1})
-    gate.reached.wait(5)
+    gate.reached.wait(MOST_IDLE)
     save(folder, 10)
     new, gate_2 = checkpointer(folder, 20, async_mode="async"), _Gate()
     new.save(20, {"sequences": 140})
-    gate_2.reached.wait(5)
+    gate_2.reached.wait(MOST_IDLE)
     gate.opened.set()
     error = ""
     try:
@@ -109,7 +110,7 @@ def _exit_during_save(folder: Path) -> None:
     if dist.get_rank() == 1:
         gate.opened.set()
     saver.save(20, {})
-    gate.reached.wait(5)
+    gate.reached.wait(MOST_IDLE)
     time.sleep(0.1)
     threading.Timer(0.3, gate.opened.set).start()
     leave(5)

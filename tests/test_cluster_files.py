@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import yaml
 from components.commands import start
 from components.config import ROOT
 from components.launch.settings import Settings
+from tests.limits import finish, wait_until
 from tests.test_train import TINY_RUN, numbers
 
 FOLDER = ROOT / "docs/launch"
@@ -89,7 +89,7 @@ def submit(tmp_path: Path) -> Iterator[Submit]:
     for process in begun:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGQUIT)  # the launchers kill their ranks
-            process.communicate(timeout=30)
+            finish(process)
 
 
 def free_port() -> int:
@@ -116,12 +116,9 @@ def test_a_batch_job_saves_when_its_time_is_up_and_ends_in_its_next_turn(submit:
     dump = tmp_path / "dump"
     words = ("--job.dump_folder", str(dump), "--training.steps", "24", "--validation.enable", "false")
     first = submit(*words)
-    deadline = time.monotonic() + 120
-    while not (dump / "metrics.jsonl").exists() or len(numbers(dump)) < 2:
-        assert time.monotonic() < deadline, first.communicate()[0]
-        time.sleep(0.01)
+    wait_until(lambda: (dump / "metrics.jsonl").exists() and len(numbers(dump)) >= 2, first)
     first.send_signal(signal.SIGUSR1)  # to the batch shell alone
-    output = first.communicate(timeout=120)[0]
+    output = finish(first)[0]
     assert first.returncode == 138, output
     stopped_at = numbers(dump)[-1][0]
     assert stopped_at < 24
@@ -129,7 +126,7 @@ def test_a_batch_job_saves_when_its_time_is_up_and_ends_in_its_next_turn(submit:
     assert re.fullmatch(r"requeue \d+\n", (tmp_path / "scontrol.log").read_text())
 
     second = submit(*words)
-    output = second.communicate(timeout=120)[0]
+    output = finish(second)[0]
     assert second.returncode == 0, output
     assert f"continuing after step {stopped_at}" in output
     assert [step for step, _, _ in numbers(dump)] == list(range(1, 25))
@@ -140,7 +137,7 @@ def test_a_batch_job_saves_when_its_time_is_up_and_ends_in_its_next_turn(submit:
 
 def test_a_batch_job_with_a_mistake_is_not_queued_again(submit: Submit, tmp_path: Path) -> None:
     process = submit("--training.stepz", "3")
-    output = process.communicate(timeout=120)[0]
+    output = finish(process)[0]
     assert process.returncode == 2
     assert output.count("did you mean training.steps?") == 2, "once a node"
     assert not (tmp_path / "scontrol.log").exists()

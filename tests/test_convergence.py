@@ -226,6 +226,7 @@ def test_a_workflow_runs_what_there_is(path: Path) -> None:
 # The detector
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", faults.FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_noticed(fault: faults.Fault) -> None:
     assert first_outside(faults.measure(fault, fault.layout)) is not None

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from components.data import prepare
 from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
-from tests.processes import ended, processes_of, start, wait_until
+from tests.limits import finish, wait_until
+from tests.processes import ended, processes_of, start
 
 PREPARE = """
 import signal, sys
@@ -56,7 +57,7 @@ def test_an_interrupted_build_cleans_up(tmp_path: Path) -> None:
     with half_built(tmp_path) as (process, _, cache):
         os.killpg(process.pid, signal.SIGINT)
         process.send_signal(signal.SIGCONT)
-        _, error = process.communicate(timeout=10)
+        _, error = finish(process)
         assert process.returncode
         assert error.count("\nKeyboardInterrupt") == 1, "workers leave it to the parent"
         assert not caches_in(cache)
@@ -68,7 +69,7 @@ def test_a_killed_worker_ends_the_build(tmp_path: Path) -> None:
     with half_built(tmp_path) as (process, _, cache):
         os.kill(processes_of(process.pid)[-1], signal.SIGKILL)
         process.send_signal(signal.SIGCONT)
-        _, error = process.communicate(timeout=10)
+        _, error = finish(process)
         assert "BrokenProcessPool" in error
         assert not caches_in(cache)
         wait_until(lambda: not processes_of(process.pid))
@@ -79,7 +80,7 @@ def test_data_that_changes_while_it_is_read_makes_no_cache(tmp_path: Path) -> No
         with data.open("a") as file:
             file.write("more")
         process.send_signal(signal.SIGCONT)
-        _, error = process.communicate(timeout=20)
+        _, error = finish(process)
         assert "big.txt: changed while it was read" in error
         assert not caches_in(cache)
 
@@ -88,7 +89,7 @@ def test_a_build_under_way_holds_up_no_other_data(tmp_path: Path) -> None:
     with half_built(tmp_path) as (process, _, cache):
         (tmp_path / "small.txt").write_text(WORDS)
         small = start_prepare(tmp_path / "small.txt", cache)
-        small.communicate(timeout=20)
+        finish(small)
         assert small.returncode == 0
         assert process.poll() is None
         assert len(caches_in(cache)) == 1
@@ -97,7 +98,7 @@ def test_a_build_under_way_holds_up_no_other_data(tmp_path: Path) -> None:
 def test_two_processes_at_once_tokenize_once(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(WORDS * 10_000)
     processes = [start_prepare(tmp_path / "a.txt", tmp_path / "cache") for _ in range(2)]
-    printed = [process.communicate(timeout=60)[0] for process in processes]
+    printed = [finish(process)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert sorted(text[:9] for text in printed) == ["", "tokenized"]
     assert len(caches_in(tmp_path / "cache")) == 1

@@ -14,6 +14,7 @@ import pytest
 from components.config import ROOT
 from components.data import prepare
 from components.data.hub import _wanted
+from tests import limits
 from tests.caches import spec_of
 from tests.hub import COMMIT, GATED, serving
 from tests.processes import small_disk
@@ -177,9 +178,7 @@ def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], t
 def test_a_dataset_of_the_hub_is_streamed_as_its_files_are_tokenized(hub: tuple[str, Path], tmp_path: Path) -> None:
     address, _ = hub
     script = [sys.executable, "-c", STREAM, str(tmp_path)]
-    done = subprocess.run(
-        script, env=environment(address, tmp_path / "home"), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = limits.run(script, env=environment(address, tmp_path / "home"), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     key, folder = done.stdout.splitlines()
     assert key.startswith(f"org/books:en@{COMMIT}/")
@@ -197,7 +196,7 @@ def test_without_network_a_job_is_refused_before_it_starts(tmp_path: Path) -> No
     variables = {**environment(NOWHERE, tmp_path / "home"), "PYTHON": sys.executable, "NGPU": "1"}
     lines = []
     for command in ([*job, *dump], fetch):
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        done = limits.run(command, env=variables, cwd=ROOT)
         assert done.returncode == 2
         lines.append(done.stderr)
     assert [line.count("\n") for line in lines] == [1, 1]

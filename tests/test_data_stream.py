@@ -33,7 +33,7 @@ from components.data.stream import (
 )
 from components.data.tokenizer import load_tokenizer
 from tests.caches import read
-from tests.processes import wait_until
+from tests.limits import wait_until
 from tests.streams import (
     SEQ_LEN,
     VERSES,

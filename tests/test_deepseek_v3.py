@@ -175,6 +175,7 @@ def one_process() -> Observation:
     return observe(*V3_TINY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     observed = observe(*V3_TINY, *TP, ranks=2, mutate=partial(rewrite, *FAULTS[fault]))

@@ -268,6 +268,7 @@ def test_every_recipe_starts_at_its_full_scale(recipe: Path, dry_runs: dict[Path
         assert 0.01 * 2**30 < found.peak < 0.92 * int(memory[1] if memory else 16) * 1e9
 
 
+@pytest.mark.quick
 def test_a_dry_run_needs_nothing_that_the_recipe_names_and_writes_nothing(tmp_path: Path) -> None:
     words = (
         *("--job.config_file", str(RECIPE), "--comm.mode", "fake_backend", "--training.dataset_path", "/nowhere"),

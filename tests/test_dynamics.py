@@ -33,6 +33,7 @@ from tests.dynamics import (
 )
 from tests.figures import Observation
 from tests.harness import observe, observe_all, rewrite
+from tests.limits import finish
 from tests.test_train import count_waits, rows, run_train
 
 COMPILED_LAYOUTS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -211,7 +212,8 @@ def test_rows_of_a_run_survive_a_resume(tmp_path: Path) -> None:
     given += ["--validation.no_enable", "--checkpoint.interval", "2"]
     for steps in ("3", "6"):
         process = run_train(*given, "--training.steps", steps)
-        assert process.wait(120) == 0, process.communicate()[0]
+        output = finish(process)[0]
+        assert process.returncode == 0, output
     sampled = {row["step"]: row["dynamics"] for row in rows(tmp_path) if "dynamics" in row}
     assert list(sampled) == [2, 4, 6]
     assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 2, 3, 4, 5, 6]

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT
+from tests.limits import run
 
 PAGE = ROOT / "docs" / "extend.md"
 PLACE = re.compile(r"\*\*`([^`]+)`\*\*(?:, (below|instead of) `([^`]+)`)?:")
@@ -111,7 +112,7 @@ def test_it_works_as_the_page_says(section: Section, repository: Path) -> None:
         edit.apply(repository)
     for command in section.commands:
         words = shlex.split(command.replace("python ", f"{shlex.quote(sys.executable)} ", 1))
-        done = subprocess.run(words, cwd=repository, capture_output=True, text=True, timeout=300, check=False)
+        done = run(words, cwd=repository)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
 
 

@@ -156,6 +156,7 @@ def test_two_ranks_say_what_one_does(saved: Saved) -> None:
         assert held < 0.51 * whole
 
 
+@pytest.mark.quick
 @one_family
 def test_the_command_line_on_one_rank_and_on_two(saved: Saved) -> None:
     words = [

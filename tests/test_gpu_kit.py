@@ -74,7 +74,7 @@ def test_layouts_of_several_ranks_are_compared_with_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Over gloo here. The layout of another run is broken, and one that ends in an error says why."""
-    monkeypatch.setattr(ranks, "MOST_SECONDS", [*ranks.MOST_SECONDS])
+    monkeypatch.setattr(ranks, "COMPUTING", ranks.COMPUTING)
     given = ["--nccl", "--cpu", "--folder", str(tmp_path)]
     assert kit.main([*given, "--only", "NCCL: tp 2", "--seconds", "0"]) == 0  # begins nothing
     assert "left: the same command goes on" in capsys.readouterr().out

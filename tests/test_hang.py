@@ -17,7 +17,7 @@ from components.observe.hang import HangWatch, Report, Wait, sentence
 from parallelize.groups import set_timeout
 from tests.figures import Observation
 from tests.harness import Case, observe_all
-from tests.launches import alive
+from tests.processes import alive
 from tests.test_guards import ALONE
 
 TIMEOUT = 4
@@ -40,15 +40,14 @@ def hang(folder: Path, run: train.Run) -> None:
             train.train_step(run, batches, train.divisor(run))
 
 
-def kill_later(folder: Path, ranks: int) -> None:
+def kill_later(folder: Path, ranks: int, over: threading.Event) -> None:
     """Rank 1, once the others have ended; notes how long that took."""
     pids = [folder / f"pid {rank}" for rank in range(ranks)]
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not all(path.exists() and path.read_text() for path in pids):
-        time.sleep(0.1)
+    while not over.wait(0.1) and not all(path.exists() and path.read_text() for path in pids):
+        pass
     numbers = [int(path.read_text()) for path in pids]
-    while time.monotonic() < deadline and any(alive(pid) for pid in numbers if pid != numbers[1]):
-        time.sleep(0.1)
+    while not over.wait(0.1) and any(alive(pid) for pid in numbers if pid != numbers[1]):
+        pass
     (folder / "seconds").write_text(str(time.time() - (folder / "stopped").stat().st_mtime))
     os.kill(numbers[1], signal.SIGKILL)
 
@@ -74,13 +73,15 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_stopped_rank_is_named_with_dimension_and_operation(layout: str, tmp_path: Path) -> None:
     ranks, overrides, waiting = LAYOUTS[layout]
-    stopped = threading.Thread(target=kill_later, args=(tmp_path, ranks))
+    over = threading.Event()
+    stopped = threading.Thread(target=kill_later, args=(tmp_path, ranks, over))
     stopped.start()
     case = Case(overrides=overrides, ranks=ranks, steps=1, at_end=functools.partial(hang, tmp_path))
     (failure,) = observe_all([case])
+    over.set()
     stopped.join()
     assert str(failure).startswith(f"ranks ended with {[-9 if rank == 1 else 5 for rank in range(ranks)]}")
-    assert float((tmp_path / "seconds").read_text()) < 16, "the timeout and some seconds; torch's own would take 20"
+    assert float((tmp_path / "seconds").read_text()) < 60, "the timeout and some seconds; torch's own is ten minutes"
     logs = [(tmp_path / f"rank {rank}").read_text() for rank in range(ranks) if rank != 1]
     for log in logs:
         assert "rank 1 not answering; rank" in log, log

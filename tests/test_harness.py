@@ -5,19 +5,20 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from components.config import ROOT
 from tests import figures, harness
+from tests.limits import wait_until
+from tests.processes import alive
 
 WAITING = """
 import os, time
 from tests.harness import observe
 def wait(run):
     print(os.getpid(), flush=True)
-    time.sleep(60)
+    time.sleep(600)
 if __name__ == "__main__":
     observe("--parallelism.data_parallel_shard_degree", "1", steps=0, at_end=wait)
 """
@@ -36,11 +37,7 @@ def test_a_rank_ends_with_the_test_that_started_it() -> None:
         rank = int(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
         process.wait()
-        for _ in range(100):
-            if not _alive(rank):
-                return
-            time.sleep(0.1)
-        raise AssertionError(f"rank {rank} is alive 10 seconds after its test was killed")
+        wait_until(lambda: not alive(rank))
     finally:
         process.kill()
         script.unlink()
@@ -53,17 +50,12 @@ def test_the_command_fails_where_a_bar_is_broken(monkeypatch: pytest.MonkeyPatch
     assert harness.main() == 1
 
 
-def _alive(pid: int) -> bool:
-    state = subprocess.run(["ps", "-o", "state=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    return state not in ("", "Z")
-
-
 def test_kept_ranks_end_with_a_process_of_multiprocessing() -> None:
     """It waits for its children before it ends, and they for another case."""
     process = multiprocessing.get_context("spawn").Process(target=harness.observe, kwargs={"steps": 1})
     process.start()
     try:
-        process.join(120)
+        wait_until(lambda: process.exitcode is not None)
         assert process.exitcode == 0
     finally:
         process.kill()

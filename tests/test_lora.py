@@ -172,6 +172,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_fault_in_an_adapter_is_found(fault: tuple[str, str, str, str]) -> None:
     observed = observe(*ADAPTED, *TP, ranks=2, mutate=functools.partial(rewrite, *fault))

@@ -118,6 +118,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "words"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_in_what_is_dropped_is_found(fault: tuple[str, str, str, str], words: tuple[str, ...]) -> None:
     observed = observe(*ADAPTED, *words, ranks=2, mutate=functools.partial(rewrite, *fault))

@@ -190,6 +190,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, ...], tuple[str, str, s
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     figure, run, words, old = FAULTS[fault]

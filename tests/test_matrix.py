@@ -1,27 +1,23 @@
 """A spread of the matrix of layouts: every pair of settings occurs in it."""
 
-import functools
 import itertools
 from collections import Counter
 
 import pytest
 
 from tests.layouts import AXES, NEEDS, Layout, layout, main_layouts
-from tests.matrix import Result, measure
-from tests.spread import GIVEN, of_the_tests, pairs
+from tests.matrix import measure
+from tests.spread import GIVEN, cover, of_the_tests, pairs, settings_of
 
 SPREAD = of_the_tests()
+IN_QUICK = cover(SPREAD)
+MARKS = pytest.mark.slow, pytest.mark.quick
+CASES = [pytest.param(each, marks=MARKS[each in IN_QUICK], id=str(each)) for each in SPREAD]
 
 
-@functools.cache
-def results(ranks: int) -> dict[Layout, Result]:
-    """Layouts of as many ranks share processes."""
-    return {result.layout: result for result in measure([each for each in SPREAD if each.ranks == ranks])}
-
-
-@pytest.mark.parametrize("each", SPREAD, ids=str)
+@pytest.mark.parametrize("each", CASES)
 def test_a_layout_is_the_run_of_one_process_or_refused(each: Layout) -> None:
-    result = results(each.ranks)[each]
+    (result,) = measure([each])
     assert result.verdict in ("proven", "refused"), result.error or result.broken
 
 
@@ -38,6 +34,13 @@ def test_the_spread_has_every_pair_of_settings() -> None:
         needed = {NEEDS[axis]: AXES[NEEDS[axis]][1] for axis, _ in pair if axis in NEEDS}
         least = layout(**degrees | needed | dict(pair))
         assert least.ranks > 4 or not {*pair} <= {*least.cell} or least.refusal(), pair
+
+
+def test_the_quick_command_has_every_setting() -> None:
+    """Of every axis, where it makes a difference, in layouts of ranks that no rule refuses."""
+    wanted = {(axis, value) for axis, values in AXES.items() for value in values}
+    assert wanted == set().union(*(settings_of(each) for each in IN_QUICK if not each.refusal()))
+    assert sum(each.ranks > 1 for each in IN_QUICK) >= 60
 
 
 def test_each_layout_of_the_spread_has_a_pair_of_its_own() -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from components.config import ConfigError
 from tests.faults import mutations
-from tests.faults.mutations import Mutations, bounded, mutate_bytes, mutate_lines, mutate_value
+from tests.faults.mutations import Mutations, mutate_bytes, mutate_lines, mutate_value
+from tests.limits import TimeLimit, limited
 from tests.ranks import group_of_one
 
 # Numbers whose first reading was a traceback, each for another reason.
@@ -36,7 +37,7 @@ def test_a_number_is_always_the_same_mutation(made: Mutations) -> None:
 
 
 def compute_for_ever() -> None:
-    with bounded(0.1):
+    with limited("a loop", 0.1):
         while True:
             json.loads("1")
 
@@ -53,7 +54,7 @@ def test_a_traceback_a_long_message_and_a_hang_are_faults(made: Mutations, monke
     assert "not one line" in str(check(ConfigError("a\nb")))
     assert check(ConfigError("a")) is None
     started = time.process_time()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(TimeLimit, match="limit of time: a loop took more than"):
         compute_for_ever()
     assert time.process_time() - started < 5
 

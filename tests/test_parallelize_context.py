@@ -138,6 +138,7 @@ def test_no_model_draws_random_numbers(name: str) -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", [('"labels": -100', '"labels": 0'), ("(0, count)", "(count, 0)")], ids=["labels", "at the front"]
 )
@@ -219,6 +220,7 @@ def documents_on_one() -> Observation:
     return observe("--training.seq_len", "33", *DOCUMENTS, valid_labels=UNEVEN_LABELS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", OF_DOCUMENTS)
 def test_a_planted_fault_of_documents_in_the_ring_is_found(fault: str) -> None:
     plant = functools.partial(rewrite, *OF_DOCUMENTS[fault])
@@ -241,6 +243,7 @@ def test_flex_attention_computes_the_steps_of_the_ring(layout: tuple[str, ...]) 
     assert not broken_bars(observed, observe(*labels, valid_labels=UNEVEN_LABELS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     try:

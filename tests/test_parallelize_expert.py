@@ -68,6 +68,7 @@ FAULTS: dict[str, tuple[str, tuple[str, ...], tuple[str, str, str, str]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     figure, layout, old = FAULTS[fault]

@@ -129,6 +129,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "DualPipeV"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, schedule: str) -> None:
@@ -177,12 +178,13 @@ TIED_FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", TIED_FAULTS)
 def test_a_fault_of_a_tied_table_is_found(fault: str) -> None:
     """A run whose ends differ ends with an error."""
     plant = functools.partial(rewrite, *TIED_FAULTS[fault])
     (observed,) = observe_all([Case((*TIED, *PP2), 2, valid_labels=UNEVEN_LABELS, mutate=plant)])
-    if isinstance(observed, RuntimeError):
+    if isinstance(observed, Exception):
         assert "is not the same in two stages" in str(observed)
     else:
         assert broken_bars(observed, tied())

@@ -136,6 +136,7 @@ def test_a_table_with_uneven_parts_goes_on_at_another_layout(tmp_path: Path) -> 
         assert ((last.weights[name] - weight).norm() / weight.norm()).item() < 1e-5, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -172,6 +173,7 @@ def test_ranks_may_outnumber_key_heads(layout: tuple[str, ...], ranks: int, name
     assert not broken_bars(observed, one_with_two_key_heads(name, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault",
     [
@@ -261,6 +263,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     plant = functools.partial(rewrite, *FAULTS[fault])

@@ -61,6 +61,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.quick
 def test_the_command_draws_a_picture(tmp_path: Path) -> None:
     (tmp_path / "a table.csv").write_text("0F0,0B0\n1F0,1B0\n")
     named = ("1F1B", "DualPipeV", str(tmp_path / "a table.csv"))

@@ -8,7 +8,9 @@ import pytest
 from components.launch.exit_codes import ExitCode
 from components.launch.ranks import _FAILURE_GRACE_SECONDS
 from components.launch.signals import SAME_STOP_SECONDS
-from tests.launches import START, Start, alive, launcher
+from tests.launches import START, Start, launcher
+from tests.limits import wait_until
+from tests.processes import alive
 
 begin = pytest.fixture(launcher)
 
@@ -23,7 +25,7 @@ SAVES = """
     if worker == 0:  # as a loader worker: no handlers of its own
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, signal.SIG_DFL)
-        time.sleep(60)
+        time.sleep(600)
     open(f"worker_{rank}", "w").write(str(worker))
     print("ready", flush=True)
     while not asked:
@@ -57,15 +59,13 @@ def test_ranks_save_and_stop_on_a_signal(number: signal.Signals, saving: float, 
 
 
 def test_a_second_ctrl_c_stops_at_once_and_does_not_say_saved(begin: Start) -> None:
-    launched = begin(SAVES.replace("SAVING", "60"), LOG_RANK="all")
+    launched = begin(SAVES.replace("SAVING", "600"), LOG_RANK="all")
     launched.wait_for("ready")
     launched.wait_for("ready")
     launched.process.send_signal(signal.SIGINT)
     time.sleep(SAME_STOP_SECONDS + 0.2)
-    start = time.perf_counter()
     launched.process.send_signal(signal.SIGINT)
-    code, _, err = launched.end()
-    assert time.perf_counter() - start < 30, "the ranks would save for a minute"
+    code, _, err = launched.end()  # long before the ranks have saved: they would for ten minutes
     assert code == ExitCode.UNSAVED
     assert "stopped at once, without saving" in err
     assert not (launched.folder / "saved_1").exists()
@@ -73,7 +73,7 @@ def test_a_second_ctrl_c_stops_at_once_and_does_not_say_saved(begin: Start) -> N
 
 
 def test_grace_that_is_too_short_is_said(begin: Start) -> None:
-    launched = begin(SAVES.replace("SAVING", "60"), LOG_RANK="all", SHUTDOWN_TIMEOUT_SECONDS="1")
+    launched = begin(SAVES.replace("SAVING", "600"), LOG_RANK="all", SHUTDOWN_TIMEOUT_SECONDS="1")
     launched.wait_for("ready")
     launched.wait_for("ready")
     launched.process.send_signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ def test_grace_that_is_too_short_is_said(begin: Start) -> None:
 
 
 def test_a_signal_before_ranks_have_handlers_stops_them_too(begin: Start) -> None:
-    launched = begin("import time; print('ready', flush=True); time.sleep(60)")
+    launched = begin("import time; print('ready', flush=True); time.sleep(600)")
     launched.wait_for("ready")
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end()[0] == 143
@@ -95,7 +95,7 @@ def test_a_signal_that_another_thread_receives_stops_them_too(begin: Start) -> N
         import signal, time
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         print("ready", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     """
     launched = begin(script, start=OTHER_THREAD + START)
     launched.wait_for("ready")
@@ -141,7 +141,7 @@ RankProcess, ranks.RankProcess = ranks.RankProcess, start
 
 OTHER_THREAD = """
 import signal, threading, time
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 """
 
@@ -159,5 +159,6 @@ def test_nobody_reading_the_console_does_not_stop_a_run(begin: Start) -> None:
     launched.wait_for("ready")
     assert launched.process.stdout
     launched.process.stdout.close()
-    assert launched.process.wait(30) == 0
+    wait_until(lambda: launched.process.poll() is not None)
+    assert launched.process.returncode == 0
     assert launched.log(0).splitlines()[-1] == "done"

@@ -80,6 +80,7 @@ def test_the_page_of_refusals_is_the_table_of_rules() -> None:
     assert REFUSALS.read_text() == refusals()
 
 
+@pytest.mark.slow
 @each([case for case in CASES if case.without])
 def test_what_would_happen_without_the_rule(case: Refused) -> None:
     if "--compile.enable" in case.layout and " " in torch.__file__:

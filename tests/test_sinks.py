@@ -118,6 +118,7 @@ def test_a_layout_with_sinks_and_windows_is_the_run_of_one_process(layout: tuple
     assert not broken_bars(observe(*GPT_OSS, *layout, ranks=2), one_process())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str) -> None:
     layout, planted = FAULTS[fault]

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from components.config.names import RENAMED, RENAMED_VALUES, UNAVAILABLE_VALUES
 from models import MODELS
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout
+from tests.limits import run
 
 FOLDER = ROOT / "tests/titan_v02"
 
@@ -195,13 +195,8 @@ def test_float8_that_is_not_asked_for_may_say_so() -> None:
 @pytest.mark.torchrun
 def test_a_debug_file_trains_as_it_is(tmp_path: Path) -> None:
     command: list[str | Path] = [ROOT / "run_train.sh", "--job.config_file", FOLDER / "llama3_debug.toml"]
-    done = subprocess.run(
-        [*command, "--job.dump_folder", tmp_path],
-        env=os.environ | {"NGPU": "2", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    environment = os.environ | {"NGPU": "2", "CUDA_VISIBLE_DEVICES": ""}
+    done = run([*command, "--job.dump_folder", tmp_path], env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]

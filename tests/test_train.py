@@ -21,6 +21,7 @@ from components.state.together import together
 from parallelize.groups import from_rank_0, gather, set_timeout
 from tests.figures import broken_bars
 from tests.harness import observe, rewrite
+from tests.limits import finish, run, wait_until
 from tests.small import RECIPE
 from tests.test_parallelize_data import LAYOUTS, MORE_LAYOUTS, local_batch
 
@@ -137,28 +138,28 @@ def run_folder(tmp_path: Path) -> Path:
     return tmp_path / "a run"
 
 
+@pytest.mark.quick
 @pytest.mark.torchrun
 def test_a_run_stopped_by_a_signal_and_resumed_is_the_unbroken_run(run_folder: Path) -> None:
     """Two ranks: stopped by SIGTERM to the launcher, then resumed; equal bits, and no row lost."""
     whole = run_folder.with_name("unbroken")
     given = ("--training.steps", "24", "--validation.freq", "12")
     unbroken = run_train(*given, "--job.dump_folder", str(whole))
-    assert unbroken.wait(120) == 0, unbroken.communicate()[0]
+    output = finish(unbroken)[0]
+    assert unbroken.returncode == 0, output
 
     first = run_train(*given, "--job.dump_folder", str(run_folder))
-    deadline = time.monotonic() + 60
-    while not (run_folder / "metrics.jsonl").exists() or len(numbers(run_folder)) < 2:
-        assert time.monotonic() < deadline, first.communicate()[0]
-        time.sleep(0.01)  # at most a few of the 24 steps
+    wait_until(lambda: (run_folder / "metrics.jsonl").exists() and len(numbers(run_folder)) >= 2, first)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(120) == 128 + signal.SIGTERM, first.communicate()[0]
+    output = finish(first)[0]
+    assert first.returncode == 128 + signal.SIGTERM, output
     stopped_at = numbers(run_folder)[-1][0]
     assert stopped_at < 24
     assert (run_folder / f"checkpoint/step-{stopped_at}").is_dir(), "the step that it stopped at is saved"
 
     changed = ("--optimizer.router.lr_factor", "0.5")  # no parameter here has this role
     second = run_train(*given, *changed, "--job.dump_folder", str(run_folder))
-    output = second.communicate(timeout=120)[0]
+    output = finish(second)[0]
     assert second.returncode == 0, output
     assert f"continuing after step {stopped_at}" in output
     assert "to keep that schedule, set optimizer.router.lr_factor = 1.0" in output
@@ -178,17 +179,14 @@ def test_a_second_run_in_the_same_folder_is_refused_while_the_first_writes(run_f
     long = ("--training.steps", "100000", "--lr_scheduler.total_steps", "100000")
     first = run_train(*long, "--job.dump_folder", str(run_folder))
     try:
-        deadline = time.monotonic() + 120
-        while not (run_folder / "metrics.jsonl").exists():
-            assert first.poll() is None, first.communicate()[0]
-            assert time.monotonic() < deadline, "no first step"
-            time.sleep(0.05)
+        wait_until((run_folder / "metrics.jsonl").exists, first)
         before = (run_folder / "run.json").read_bytes()
         second = run_train("--training.steps", "39", "--job.dump_folder", str(run_folder))
-        output = second.communicate(timeout=120)[0]
+        output = finish(second)[0]
     finally:
         first.send_signal(signal.SIGINT)
-    assert first.wait(120) == 128 + signal.SIGINT, first.communicate()[0]
+    told = finish(first)[0]
+    assert first.returncode == 128 + signal.SIGINT, told
     assert second.returncode == 2, output
     assert "another run is writing" in output
     assert (run_folder / "run.json").read_bytes() == before
@@ -202,7 +200,7 @@ def test_non_finite_for_too_long_ends_the_run_with_its_own_code(run_folder: Path
         *("--job.dump_folder", str(run_folder), "--parallelism.data_parallel_replicate_degree", "1"),
         ranks=1,
     )
-    output = process.communicate(timeout=120)[0]
+    output = finish(process)[0]
     assert process.returncode == 3, output
     assert "loss or gradient not finite 3 steps in a row" in output
 
@@ -214,7 +212,7 @@ def test_writers_work_and_keep_secrets(run_folder: Path) -> None:
     given = ["--metrics.enable_wandb", "--metrics.enable_tensorboard", "--job.dump_folder", str(run_folder)]
     given += ["--parallelism.data_parallel_replicate_degree", "1", "--validation.enable", "false"]
     for steps in ("2", "4"):
-        process = subprocess.run(
+        process = run(
             [
                 str(ROOT / "run_train.sh"),
                 "--job.config_file",
@@ -225,9 +223,6 @@ def test_writers_work_and_keep_secrets(run_folder: Path) -> None:
                 steps,
             ],
             env=os.environ | environment | {"NGPU": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
         )
         assert process.returncode == 0, process.stdout + process.stderr
         runs = {path.name.rpartition("-")[2] for path in (run_folder / "wandb").glob("offline-run-*")}

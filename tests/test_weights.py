@@ -345,6 +345,7 @@ def test_a_file_in_the_way_of_an_export_is_an_error_on_every_rank(tmp_path: Path
     assert all("x could not be written: rank 0: " in line for line in said)
 
 
+@pytest.mark.quick
 def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Through train.py and its own files; transformers then has our logits."""
     words = (
@@ -390,6 +391,7 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.slow
 def test_a_wrong_slice_is_found(folder: Path, tmp_path: Path) -> None:
     """Each rank reading the beginning of every tensor: the bytes are no longer those of the folder."""
     plant = partial(rewrite, "components.state.weights", "_fill_one", "slice(first, first + size)", "slice(0, size)")

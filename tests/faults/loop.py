@@ -12,7 +12,7 @@ from pathlib import Path
 
 from components.config import ROOT
 from components.config.files import read_json_if_whole, replace
-from tests.launches import alive
+from tests.processes import alive
 
 PROGRESS = ROOT / ".cache" / "faults" / "hangs.json"
 LAYOUTS = {

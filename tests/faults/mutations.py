@@ -5,8 +5,7 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from models import meta_model
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import warnings
 from tests.jobs import OURS
+from tests.limits import limited
 
 MOST_SECONDS = 20
 """Processor time of a check, on any machine: most take a few milliseconds."""
@@ -64,25 +64,6 @@ JSON_VALUES: list[Any] = [
     *([], [1], [[]], {}, {"a": 1}, {"content": 1}, {"rope_type": "llama3"}),
 ]
 Check = Callable[[], object]
-
-
-@contextmanager
-def bounded(seconds: float = MOST_SECONDS) -> Iterator[None]:
-    """TimeoutError where what is inside computes for longer, or waits six times as long."""
-
-    def too_long(*_: object) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    timers = [(signal.SIGPROF, signal.ITIMER_PROF, seconds), (signal.SIGALRM, signal.ITIMER_REAL, 6 * seconds)]
-    before = [signal.signal(number, too_long) for number, _, _ in timers]
-    try:
-        for _, timer, limit in timers:
-            signal.setitimer(timer, limit)
-        yield
-    finally:
-        for (number, timer, _), handler in zip(timers, before):
-            signal.setitimer(timer, 0)
-            signal.signal(number, handler)
 
 
 def mutate_bytes(draw: random.Random, content: bytes) -> bytes:
@@ -247,7 +228,7 @@ class Mutations:
         """What is wrong with how mutation `number` is taken: None if nothing is."""
         path, content, read = self._prepared(number)
         try:
-            with bounded():
+            with limited("a check", MOST_SECONDS):
                 read()
         except ConfigError as error:
             bad = [line for line in error.messages if len(line.splitlines()) != 1 or len(line) > 5000]

@@ -16,7 +16,7 @@ from typing import Any
 from components.config import ROOT
 from tests.benchmarks import exits
 from tests.harness import observe
-from tests.processes import wait_until
+from tests.limits import wait_until
 from tests.runs import RUN, Whole, content, descendants, last_step, steps_saved
 
 # Writes where rank 0 is: attempt, place, step. Every place lasts long enough to be hit.
@@ -90,7 +90,7 @@ def campaign_launcher(kills: float = 10) -> list[str]:
         ranks, before = whole.ranks(), ([0, *steps_saved(whole.folder)])[-1]
         os.kill(whole.process.pid, signal.SIGKILL)
         killed_at = time.monotonic()
-        wait_until(lambda: not any(Path(f"/proc/{rank}/fd/1").exists() for rank in ranks), 300)
+        wait_until(lambda: not any(Path(f"/proc/{rank}/fd/1").exists() for rank in ranks))
         seconds = time.monotonic() - killed_at
         return {"kept": [0, *steps_saved(whole.folder)][-1] > before, "seconds": seconds}
 

@@ -13,6 +13,7 @@ from components.config import ConfigError
 from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, FastPath, SameBits
 from tests.figures import figures
 from tests.harness import observe
+from tests.limits import TimeLimit
 
 Row = dict[str, Any]
 Work = tuple[str, Callable[[], Row]]
@@ -26,7 +27,7 @@ def check(path: FastPath) -> Row:
     try:
         reference = observe(*run, *float32, steps=1, environment={"CUDA_VISIBLE_DEVICES": ""})
         found = figures(observe(*run, *path.words, steps=1), reference)
-    except RuntimeError as error:
+    except (RuntimeError, TimeLimit) as error:
         said = str(error).strip().splitlines()[-1]
         refused = ConfigError.__name__ in said
         return {"verdict": "refused" if refused else "error", "why": said.rpartition(f"{ConfigError.__name__}: ")[2]}
@@ -41,7 +42,7 @@ def check_bits(same: SameBits) -> Row:
     try:
         before = observe(*given, steps=3).weights
         after = observe(*given, *same.words, steps=3, mutate=same.mutate).weights
-    except RuntimeError as error:
+    except (RuntimeError, TimeLimit) as error:
         return {"verdict": "error", "why": str(error).strip().splitlines()[-1]}
     differ = sum(not torch.equal(before[name], weight) for name, weight in after.items())
     return {"verdict": "broken" if differ else "holds", "differ": differ}

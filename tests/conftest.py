@@ -1,0 +1,58 @@
+"""What the commands of tests/run.sh run, and in which order: marks what is slow, and sorts the files."""
+
+import hashlib
+import re
+import subprocess
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from components.config import ROOT
+from tests.cpu import SLOW, read_costs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--until", type=float, metavar="TIME", help="begin no test after this second of the epoch")
+    parser.addoption("--turn", default="", metavar="WORD", help="files in an order that each word has its own of")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A test is slow by tests/costs.json. Files that were changed are first, then those that take longest."""
+    costs, of_file = read_costs(), dict[Path, float]()
+    for item in items:
+        if costs.get(item.nodeid, 0) > SLOW and not item.get_closest_marker("quick"):
+            item.add_marker("slow")
+        of_file[item.path] = of_file.get(item.path, 0) + costs.get(item.nodeid, 0)
+    turn: str = config.option.turn
+    if turn:
+        items.sort(key=lambda item: hashlib.sha256(f"{turn} {item.path.name}".encode()).digest())
+    else:
+        items.sort(key=lambda item: (not is_changed(item.path), -of_file[item.path], item.path))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    until: float | None = item.config.option.until
+    if until and time.time() > until:
+        pytest.skip(f"not run, the time was over: {item.path.name}")
+
+
+@cache
+def is_changed(test: Path) -> bool:
+    """Whether this file of tests, or a module that it names, is another one than a commit ago."""
+    text = test.read_text(encoding="utf-8")
+    return any(test == ROOT / path or re.search(rf"\b{module_of(path)}\b", text) for path in changed_files())
+
+
+@cache
+def changed_files() -> list[Path]:
+    """Of Python; none where git has no commit before the last one."""
+    git = ["git", "diff", "--name-only", "HEAD~1", "--", "*.py"]
+    done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
+    return [Path(name) for name in done.stdout.splitlines()]
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
