@@ -61,17 +61,17 @@ class Result:
 def bars_of(layout: Layout) -> dict[str, float]:
     """How far a layout may be from one process.
 
-    A sum in bfloat16 has three digits, of which the last depends on how work is split. With an eps of 1e-8 AdamW makes
-    a gradient near zero, and its error, as large as others. A rounded moment may be the next number.
+    A sum in bfloat16 has three digits, of which the last depends on how work is split; weights in bfloat16 are rounded
+    once more, up or down. With an eps of 1e-8 AdamW makes a gradient near zero, and its error, as large as others. A
+    rounded moment may be the next number.
     """
     if layout["precision"] != "float32":
-        return BARS | {"loss": 1e-3, "validation loss": 1e-3} | dict.fromkeys(_OF_PRODUCTS, 1e-2)
+        loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights")
+        rounded = {"weights": 3e-2} if layout["precision"] == "bfloat16 weights" else {}
+        return BARS | dict.fromkeys(loss, 1e-3) | dict.fromkeys(products, 1e-2) | rounded
     if layout["eps"] != "1e-5" or layout["state_dtype"] != "float32":
         return BARS | {"weights": 1e-3, "validation loss": 1e-5}
     return BARS
-
-
-_OF_PRODUCTS = ("gradient", "gradient norm", "weights")
 
 
 @functools.cache
