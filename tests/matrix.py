@@ -61,9 +61,9 @@ class Result:
 def bars_of(layout: Layout) -> dict[str, float]:
     """How far a layout may be from one process.
 
-    A sum in bfloat16 has three digits, of which the last depends on how work is split; weights in bfloat16 and
-    their gradients are rounded once more. With an eps of 1e-8 AdamW makes a gradient near zero, and its error, as large as others. A
-    rounded moment may be the next number.
+    A sum in bfloat16 has three digits, of which the last depends on how work is split; weights in bfloat16 and their
+    gradients are rounded once more. With an eps of 1e-8 AdamW makes a gradient near zero, and its error, as large as
+    others. A rounded moment may be the next number.
     """
     if layout["precision"] != "float32":
         loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights")
