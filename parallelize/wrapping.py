@@ -9,7 +9,7 @@ from parallelize.mesh import Degrees
 
 @dataclass(frozen=True)
 class Wrapping:
-    """What data parallel does with the weights that a rank holds."""
+    """The way in which data parallel treats the weights that a rank holds."""
 
     wrapped: bool
     """fully_shard gathers, frees and reduces them."""

@@ -58,7 +58,7 @@ COSTS = Path(__file__).with_name("costs.json")
 """Seconds of processor time of the tests that take one or more. Those that take more than SLOW are slow."""
 SLOW = 2.0
 TOO_SLOW = 20.0
-"""A test that takes more and is not in COSTS fails the quick command: several times SLOW, since machines differ."""
+"""The quick command names a test that takes more and is not in COSTS: several times SLOW, since machines differ."""
 _SPENT = pytest.StashKey[dict[str, float]]()
 _LOOKED = pytest.StashKey[tuple[float, float]]()
 """Time and processor time when the tree was last looked at."""
@@ -106,8 +106,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(config, "workeroutput"):
         config.workeroutput["spent"] = spent
         return
-    if _too_slow(config) and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if config.option.write_costs:
         tests = {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if "::" in name and seconds >= 1}
         COSTS.write_text(json.dumps(tests, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")

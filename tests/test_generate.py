@@ -279,7 +279,7 @@ def broken_sources(saved: Saved, folder: Path) -> Iterator[tuple[str, int | None
     for change, reason in (
         ({"model_type": "mamba"}, "model_type = mamba: not one of .*llama, .*qwen3"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_type = dynamic: not available"),
-        ({"hidden_size": None}, "dim"),
+        ({"hidden_size": "wide"}, "hidden_size = wide: not available"),
     ):
         given = {name: value for name, value in (config | change).items() if value is not None}
         write_json(folder / "hub" / "config.json", given)
