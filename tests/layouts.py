@@ -185,7 +185,8 @@ class Layout:
         """
         apart = self["pp"] != "1" and SCHEDULES[self["schedule"]].splits_backward and self["checkpointing"] != "none"
         factors = {3: self["tp"] != "1", 1.8: self["cp"] != "1", 2: self["model"] in _WITH_EXPERTS, 3.7: apart}
-        return self.ranks * (8 + self.passes * math.prod(factor for factor, counts in factors.items() if counts))
+        own = self.ranks * (8 + self.passes * math.prod(factor for factor, counts in factors.items() if counts))
+        return own + 60 * self.resumes  # another layout, two exports
 
     @property
     def layers(self) -> int:

@@ -260,6 +260,7 @@ def dry_runs(pool: ProcessPoolExecutor) -> dict[Path, list[Future]]:
     return found
 
 
+@pytest.mark.slow  # the first waits for the dry runs of all
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_every_recipe_starts_at_its_full_scale(recipe: Path, dry_runs: dict[Path, list[Future]]) -> None:
     """Each under the memory of the GPUs that its head names."""

@@ -8,9 +8,12 @@ import torch
 
 from tests.fake_cuda import Case, findings
 
-pytestmark = pytest.mark.skipif(
-    torch.version.cuda is not None or shutil.which("g++") is None, reason="a CPU build of torch and g++ are needed"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        torch.version.cuda is not None or shutil.which("g++") is None, reason="a CPU build of torch and g++ are needed"
+    ),
+    pytest.mark.slow,  # the first test compiles, and runs the cases of all
+]
 
 BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 DOCUMENTS = ("--training.document_mask", "true")

@@ -39,14 +39,14 @@ def test_a_tracker_that_hangs_holds_up_nothing(
     answers = threading.Event()
 
     def wait(row: Row) -> None:
-        answers.wait(20)
+        answers.wait(600)
 
     tracker = Tracker("Tracker", lambda: (wait, lambda: None))
     started = time.monotonic()
     for step in range(100):
         tracker.write({"step": step})
     tracker.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert capsys.readouterr().err.startswith("Tracker did not end within 0 s, and may lack rows")
     answers.set()
 
