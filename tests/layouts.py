@@ -30,7 +30,7 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     "optimizer": {name: ("--optimizer.name", name) for name in ("AdamW", "Muon")},
     "state_dtype": {dtype: ("--optimizer.state_dtype", dtype) for dtype in ("float32", "bfloat16", "int8")},
     "eps": {"1e-5": (), "1e-8": ("--optimizer.eps", "1e-8")},
-    "length": {each: ("--training.seq_len", each) for each in ("32", "33", "7", "3", "1")},
+    "length": {each: ("--training.seq_len", each) for each in ("32", "33", "7", "3", "2")},
     "validation_length": {"training's": (), **{each: ("--validation.seq_len", each) for each in ("40", "5")}},
     "document_mask": {each: ("--training.document_mask", each) for each in ("false", "true")},
     "balance": {
