@@ -106,7 +106,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     for each in accepted:
         try:
             result = _compare(each, None)
-            routing = replace(one_process(each.run()).routing, within=1e-3 if bars_of(each) is BARS else 0.1)
+            routing = replace(one_process(each.run()).routing, within=1e-3 if bars_of(each) is BARS else 0.5)
             yield _compare(each, routing) if result.broken and routing.known else result
         except (RuntimeError, TimeLimit) as error:
             yield Result(each, "", str(error), {}, 0.0)
