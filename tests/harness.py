@@ -81,7 +81,7 @@ class Case:
 
 
 def observe(*overrides: str, **options: Any) -> Observation:
-    """What was observed of a case, with the options of Case. Raises RuntimeError if a rank failed, or TimeLimit."""
+    """Run a case, with the options of Case. Raises RuntimeError if a rank failed, TimeLimit if the ranks hang."""
     (observed,) = observe_all([Case(overrides=overrides, **options)])
     if isinstance(observed, Exception):
         assert _NOT_PLANTED not in str(observed), observed  # else the tests of a fault that is an error would be green

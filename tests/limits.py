@@ -17,9 +17,9 @@ import pytest
 from tests.cpu import tree_seconds
 
 MOST_IDLE = 60.0
-"""Seconds on the clock in which hardly anything is computed."""
+"""Seconds on the clock with less than _HARDLY of a core in use, after which a test hangs."""
 _HARDLY = 0.02
-"""Of one core. Ranks that wait for each other take 0.003; beside a hundred others one gets this of two cores."""
+"""Share of one core. Waiting ranks use 0.003; a process beside a hundred others still gets 0.02 of two cores."""
 MOST_COMPUTING = 3600.0
 """Seconds of processor time for which a test waits: the longest case, of 16 compiled ranks, takes 200."""
 
@@ -29,9 +29,9 @@ class TimeLimit(Exception):
 
 
 class Limit:
-    """Of all that this process has started, from the first check() on. Ask check() again and again.
+    """A limit on the processes that this one has started, counted from the first check(), which is called repeatedly.
 
-    own: what this process computes counts too.
+    own: the processor time of this process counts too.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ def cover(layouts: Sequence[Layout], least: int = QUICK) -> list[Layout]:
 
 
 def _more(chosen: list[Layout], parts: dict[Layout, set[Any]], most: int) -> list[Layout]:
-    """Those chosen and others, until all parts of all layouts are there, or so many layouts."""
+    """Add layouts to those chosen until every part of every layout is covered, or `most` layouts are chosen."""
     missing = set().union(*parts.values()).difference(*(parts[each] for each in chosen))
     while missing and len(chosen) < most:
         rest = [each for each in parts if each not in chosen]

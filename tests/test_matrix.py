@@ -37,7 +37,7 @@ def test_the_spread_has_every_pair_of_settings() -> None:
 
 
 def test_the_quick_command_has_every_setting() -> None:
-    """Of every axis, where it makes a difference, in layouts of ranks that no rule refuses."""
+    """Each setting of each axis makes a difference in an accepted layout of the quick command."""
     wanted = {(axis, value) for axis, values in AXES.items() for value in values}
     assert wanted <= set().union(*(settings_of(each) for each in IN_QUICK if not each.refusal()))
     assert sum(each.ranks > 1 for each in IN_QUICK) >= 60
