@@ -118,7 +118,7 @@ NEEDS = {
 OF_EXPERTS = {"ep", "router", "balance"}
 """Axes that make no difference to models without experts."""
 RARE = {"compile": 8, "precision": 4, "length": 3, "resume": 4, "kernel": 4, "stages": 2, "micro_batches": 2}
-"""Axis -> N: one layout in N draws the axis, the others keep its first setting. Such settings hide errors or take long."""
+"""Axis -> N: one layout in N draws the axis, others keep its first setting. Such settings hide errors or take long."""
 MOST_RANKS = 16
 LABELS = (1, 7, 0, 30)
 """Labels kept of each sequence: ranks and micro-batches weigh differently."""
