@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from components.commands import start
 from components.config import ROOT, ConfigError, load_config
 from components.config.files import sample
 from components.data.cache import hashes_of
-from components.launch import environment, locks
-from components.launch.locks import free_lock_of_dead, holder, is_held, keep_lock, locked
+from components.launch import environment, locks, ranks
+from components.launch.locks import RUN_LOCK, free_lock_of_dead, holder, is_held, keep_lock, locked
+from components.launch.settings import read_settings
 from components.observe.metrics import lock_folder
 
 HOLD = """
@@ -92,6 +94,21 @@ def test_a_process_of_the_same_host_takes_over_from_a_killed_one(
     process.communicate()
     without_flock(monkeypatch)
     assert keep_lock(tmp_path / ".lock")
+
+
+def test_the_launcher_removes_the_lock_of_a_killed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process = hold(tmp_path / RUN_LOCK, errno.ENOSYS)
+    without_flock(monkeypatch)
+
+    def run_ranks(*_: object) -> int:
+        process.kill()
+        process.communicate()
+        return 1
+
+    monkeypatch.setattr(ranks, "run_ranks", run_ranks)
+    config = load_config(["--job.dump_folder", str(tmp_path)])
+    assert start.start(config, read_settings(config, {}), "", []) == 1
+    assert not (tmp_path / RUN_LOCK).exists()
 
 
 @pytest.mark.parametrize(("text", "who"), [("7\nelsewhere\n", "process 7 on elsewhere"), ("", "an unknown process")])
