@@ -1,4 +1,4 @@
-"""What the commands of tests/run.sh run, and in which order: marks what is slow, and sorts the files."""
+"""Choice and order of the tests that the commands of tests/run.sh run: slow tests get a mark, files are sorted."""
 
 import hashlib
 import re
@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """A test is slow by tests/costs.json. Files that were changed are first, then those that take longest."""
+    """A test is slow by tests/costs.json. Changed files come first, then the files that take longest."""
     costs, of_file = read_costs(), dict[Path, float]()
     for item in items:
         if costs.get(item.nodeid, 0) > SLOW and not item.get_closest_marker("quick"):
@@ -48,7 +48,7 @@ def is_changed(test: Path) -> bool:
 
 @cache
 def changed_files() -> list[Path]:
-    """Of Python; none where git has no commit before the last one."""
+    """Python files that the last commit or the work tree changes; none where git has no commit before the last one."""
     git = ["git", "diff", "--name-only", "HEAD~1", "--", "*.py"]
     done = subprocess.run(git, cwd=ROOT, capture_output=True, text=True)
     return [Path(name) for name in done.stdout.splitlines()]

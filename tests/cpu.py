@@ -55,7 +55,7 @@ def adopt_orphans() -> None:
 
 
 COSTS = Path(__file__).with_name("costs.json")
-"""Seconds of processor time of the tests that take one or more. Those that take more than SLOW are slow."""
+"""Processor time, in seconds, of each test that takes a second or more. A test above SLOW is slow."""
 SLOW = 2.0
 TOO_SLOW = 20.0
 """The quick command names a test that takes more and is not in COSTS: several times SLOW, since machines differ."""
@@ -130,7 +130,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def main(command: list[str]) -> int:
-    """Run a command; print its processor time, with that of all that it has started. Returns its exit code."""
+    """Run a command; print the processor time of all its processes. Returns its exit code."""
     adopt_orphans()
     started = time.perf_counter()
     code = subprocess.run(command, check=False).returncode

@@ -25,7 +25,7 @@ MOST_COMPUTING = 3600.0
 
 
 class TimeLimit(Exception):
-    """A limit of time was reached: what is tested has not ended, neither well nor with an error."""
+    """A limit of time was reached before the tested process ended, well or with an error."""
 
 
 class Limit:

@@ -61,7 +61,7 @@ class Ranks:
             theirs.close()
 
     def run(self, case: Any) -> Any:
-        """What the work returns on rank 0, or a RuntimeError of any rank, which ends all ranks; or TimeLimit."""
+        """Result of the work on rank 0; a RuntimeError if any rank fails, which ends all ranks; or a TimeLimit."""
         self.cases += 1
         for pipe in self._pipes:
             with contextlib.suppress(OSError):  # it has ended: the answer is missing too

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a person runs before a commit: lint, format, types, and the tests that find nearly every mistake.
+# Tests before a commit: lint, format, types, and the tests that find nearly every mistake.
 #
 #   tests/run.sh                    the quick command: ten minutes on two cores
 #   tests/run.sh WORDS              these words go to pytest, and nothing else is run: tests/run.sh tests/test_config.py

@@ -104,7 +104,7 @@ def spread(
 
 
 def of_the_tests() -> list[Layout]:
-    """The layouts of tests/spread.json and those GIVEN; those of one mesh are together, and few ranks first."""
+    """The layouts of tests/spread.json and GIVEN, few ranks first; layouts of one mesh are together."""
     found = [layout(**settings) for settings in json.loads(_FILE.read_text(encoding="utf-8"))]
     return sorted([*found, *GIVEN], key=lambda each: (each.ranks, *(each[axis] for axis in MESH)))
 
@@ -130,7 +130,7 @@ def cover(layouts: Sequence[Layout], least: int = QUICK) -> list[Layout]:
 
 
 def _more(chosen: list[Layout], parts: dict[Layout, set[Any]], most: int) -> list[Layout]:
-    """Add layouts to those chosen until every part of every layout is covered, or `most` layouts are chosen."""
+    """Add layouts to the chosen ones until every part of every layout is covered, or `most` layouts are chosen."""
     missing = set().union(*parts.values()).difference(*(parts[each] for each in chosen))
     while missing and len(chosen) < most:
         rest = [each for each in parts if each not in chosen]

@@ -1,4 +1,4 @@
-"""A limit of time is reached by what hangs or never ends, and not by what is slow."""
+"""Limits of time end processes that hang or never end, and no slow ones."""
 
 import functools
 import signal

@@ -131,7 +131,7 @@ NAMED_ELSEWHERE: list[tuple[dict[str, Any], tuple[int | None, int | None]]] = [
     ({"config.json": {"bos_token_id": 1, "eos_token_id": 1}}, (1, 1)),
     ({"config.json": {"vocab_size": 4}, "generation_config.json": {"eos_token_id": [1, 0]}}, (None, 1)),
     ({"special_tokens_map.json": {"bos_token": "<s>"}, "config.json": {"bos_token_id": 1, "eos_token_id": 1}}, (0, 1)),
-    # null names no token; an id that is that of a piece of text is of another tokenizer.
+    # null names no token; the id of a piece of text belongs to another tokenizer.
     (
         {"tokenizer_config.json": {"bos_token": None, "eos_token": "</s>"}, "config.json": {"bos_token_id": 0}},
         (None, 1),

@@ -83,7 +83,7 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 
 
 def absolute_tables(config: JobConfig) -> dict[str, Any]:
-    """As to_dict, with absolute paths, which mean the same from any folder, except for those inside dump_folder."""
+    """The tables of to_dict with absolute paths, which mean the same from any folder; paths inside dump_folder stay."""
     tables = to_dict(config)
     for key, annotation in FIELDS.items():
         *names, last = key.split(".")

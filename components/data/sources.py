@@ -109,7 +109,7 @@ class Unread:
 
 
 def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unread | None:
-    """Those of the files found that look like data, but are not read; None if there are none."""
+    """Files that were found, look like data and are not read; None if there are none."""
     sizes = {file.resolve(): file.stat().st_size for file in read}
     left = {file: file.stat().st_size for file in sorted(found) if _is_data(file) and file.resolve() not in sizes}
     files = [file for file, size in left.items() if size]

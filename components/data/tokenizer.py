@@ -151,7 +151,7 @@ class JsonTokenizer:
 
 
 def _around(file: Path, separator: str) -> tuple[SpecialToken, SpecialToken]:
-    """The tokens before and after each document; those of a rank file are Llama 3's."""
+    """The tokens before and after each document; a rank file has Llama 3's."""
     if file.suffix == ".json":
         return around_documents(file, separator)
     first, last = (SpecialToken(token, str(file)) for token in SPECIAL_TOKENS[:2])
@@ -303,7 +303,7 @@ def _listed(wanted: str, tokenizer: Tokenizer) -> str:
 def export_tokenizer(path: str, folder: Path, separator: str = AUTO) -> dict[str, int | None]:
     """Writes the tokenizer, with the names of its BOS and EOS tokens, in the format of transformers.
 
-    Returns bos_token_id, eos_token_id and pad_token_id for config.json, None for those that there are not.
+    Returns bos_token_id, eos_token_id and pad_token_id for config.json; a missing token is None.
     """
     file = find_tokenizer(path)
     tokenizer = load_tokenizer(path, separator)

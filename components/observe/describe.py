@@ -48,7 +48,7 @@ def describe_rate(warmup_steps: int, steps: int) -> list[str]:
 
 
 def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) -> list[str]:
-    """Lines about learning rates that differ from those of the run that saved a checkpoint; none if no rate differs.
+    """Lines about learning rates that differ from the rates of a checkpoint's run; none if no rate differs.
 
     saved: rate_settings of that run; empty if an older version saved the checkpoint. step: the checkpoint's step.
     """
