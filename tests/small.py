@@ -20,6 +20,10 @@ VOCABULARY = 1024
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
 
 
+_LAYERS = (*range(2, 9), 10, 13, 18)
+"""Layers of the matrix's models: Layout.layers."""
+
+
 def _wide(sizes: Any) -> Any:
     """With matrices whose rows are blocks of NF4, which four tensor parallel ranks keep whole."""
     heads, key_heads = sizes.n_heads, sizes.n_kv_heads
@@ -59,7 +63,7 @@ for _, flavors in MODELS.values():
             sizes[long + suffix] = replace(many_heads, n_layers=layers, dim=32, ffn_dim=64)
     # Degrees of 2, 3 and 4 divide these sizes, which tests/layouts.py lays out.
     own = {"n_experts": 12, "expert_dim": 48} if isinstance(tiny, MixtureConfig) else {}
-    for layers, key_heads, odd in itertools.product(range(2, 20), (4, 3, 2, 1), (False, True)):
+    for layers, key_heads, odd in itertools.product(_LAYERS, (4, 3, 2, 1), (False, True)):
         own |= {"n_layers": layers, "n_kv_heads": 24 if latent else key_heads, "vocab_size": VOCABULARY + 8 - 5 * odd}
         own |= {"dim": 96, "ffn_dim": 192} if layers == 2 else {"dim": 48, "ffn_dim": 96}
         suffix = f"_{key_heads}_key_heads" * (key_heads != 4) + "_odd_vocabulary" * odd
