@@ -52,7 +52,7 @@ class Result:
         over = {name: value for name, value in self.figures.items() if not value <= bars[name]}
         if over and self.layout["precision"] != "float32":
             noise = rounding(self.layout)
-            over = {name: value for name, value in over.items() if not value <= 2 * noise[name]}
+            over = {name: value for name, value in over.items() if not value <= 3 * noise[name]}
         return over
 
     @property
@@ -65,9 +65,10 @@ class Result:
 def bars_of(each: Layout) -> dict[str, float]:
     """How far a layout may be from one process.
 
-    A sum in bfloat16 has three digits, of which the last depends on how work is split: so a figure may also be twice
-    the rounding of one process. With an eps of 1e-8 AdamW makes a gradient near zero, and its error, as large as
-    others. A rounded moment may be the next number. Then the second step's numbers, which dynamics are, differ too.
+    A sum in bfloat16 has three digits, of which the last depends on how work is split: so a figure may also be three
+    times the rounding of one process, since the layout has a rounding of its own. With an eps of 1e-8 AdamW makes a
+    gradient near zero, and its error, as large as others. A rounded moment may be the next number. Then the second
+    step's numbers, which dynamics are, differ too.
     """
     if each["precision"] != "float32":
         loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights")
