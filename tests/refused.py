@@ -1,4 +1,4 @@
-"""Layouts that are refused: of each rule one or more cases, for tests/test_rules.py and docs/refusals.md."""
+"""What is refused: one or more cases of each rule, for tests/test_rules.py and docs/refusals.md."""
 
 import dataclasses
 from typing import Any
@@ -213,3 +213,121 @@ CASES = [
     ),
     Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
 ]  # fmt: skip
+
+CONTRADICTIONS = [
+    ("--optimizer.momentum 0.9", "optimizer.momentum"),
+    ("--optimizer.newton_schulz_steps 4", "optimizer.newton_schulz_steps"),
+    ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
+    ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
+    ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized"),
+    (
+        "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
+        "checkpoint.initial_load_model_only",
+    ),
+    ("--activation_checkpoint.debug", "activation_checkpoint.debug"),
+    ("--compile.enable --compile.components []", "compile.components"),
+    (
+        "--parallelism.pipeline_parallel_layers_per_stage 1 --parallelism.module_fqns_per_model_part [['norm']]",
+        "parallelism.pipeline_parallel_layers_per_stage",
+    ),
+    ("--checkpoint.load_step 20", "checkpoint.load_step"),
+    ("--checkpoint.load_only", "checkpoint.load_only"),
+    ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),
+    ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.folder hugging_face/x", "checkpoint.folder"),
+    (
+        "--checkpoint.enable --checkpoint.last_save_in_hf --metrics.save_tb_folder hugging_face",
+        "metrics.save_tb_folder",
+    ),
+    ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
+    ("--checkpoint.last_save_in_hf --checkpoint.enable --checkpoint.load_only", "checkpoint.last_save_in_hf"),
+    ("--checkpoint.export_dtype float16 --checkpoint.enable", "checkpoint.export_dtype"),
+    ("--training.dataloader.persistent_workers", "training.dataloader.persistent_workers"),
+    ("--training.dataloader.prefetch_factor 2", "training.dataloader.prefetch_factor"),
+    ("--training.global_batch_size 12 --training.local_batch_size 8", "training.global_batch_size"),
+    ("--debug.deterministic_warn_only", "debug.deterministic_warn_only"),
+    ("--training.skip_spikes_window 64", "training.skip_spikes_window"),
+    ("--profiling.profile_freq 3", "profiling.profile_freq"),
+    (
+        "--parallelism.context_parallel_method ulysses --parallelism.context_parallel_rotate_method alltoall",
+        "parallelism.context_parallel_rotate_method",
+    ),
+    (
+        "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0",
+        "activation_checkpoint.selective_ac_option",
+    ),
+    ("--activation_checkpoint.offload", "activation_checkpoint.offload"),
+    (
+        "--activation_checkpoint.offload --activation_checkpoint.mode selective"
+        " --activation_checkpoint.selective_ac_option op",
+        "activation_checkpoint.offload",
+    ),
+    ("--training.dtype bfloat16 --optimizer.implementation foreach", "optimizer.implementation"),
+    ("--optimizer.state_dtype int8 --optimizer.implementation for-loop", "optimizer.implementation"),
+    ("--optimizer.state_offload true --training.enable_cpu_offload true", "optimizer.state_offload"),
+    ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
+    ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
+    (
+        "--validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
+        "validation.held_out_fraction",
+    ),
+    ("--training.seq_len 1000000 --training.local_batch_size 1000000", "training.seq_len"),
+    ("--validation.enable --validation.seq_len 1000000 --validation.local_batch_size 1000000", "validation.seq_len"),
+    (
+        "--parallelism.data_parallel_replicate_degree -1",
+        "parallelism.data_parallel_replicate_degree",
+    ),
+    *(
+        (
+            f"--parallelism.pipeline_parallel_{key} 1 --parallelism.module_fqns_per_model_part [['norm']]",
+            f"parallelism.pipeline_parallel_{key}",
+        )
+        for key in ("first_stage_less_layers", "last_stage_less_layers")
+    ),
+    ("--lora.alpha 8", "model.lora.alpha"),
+    ("--lora.target_modules ['wq']", "model.lora.target_modules"),
+    ("--lora.use_rslora", "model.lora.use_rslora"),
+    ("--lora.dropout 0.1", "model.lora.dropout"),
+    ("--lora.base nf4", "model.lora.base"),
+    ("--lora.initial_load_path x", "model.lora.initial_load_path"),
+    ("--lora.rank 4 --model.converters ['quantize.linear.float8']", "model.lora.rank"),
+    (
+        "--lora.rank 4 --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
+        "checkpoint.initial_load_model_only",
+    ),
+    ("--checkpoint.folder ../elsewhere", "checkpoint.folder"),
+    ("--metrics.save_tb_folder ../elsewhere", "metrics.save_tb_folder"),
+    ("--profiling.save_traces_folder ../elsewhere", "profiling.save_traces_folder"),
+    ("--profiling.save_memory_snapshot_folder ../elsewhere", "profiling.save_memory_snapshot_folder"),
+]
+"""Words of the command line that contradict each other, and the key that the mistake names."""
+LACKING: list[tuple[str, dict[str, Any], str]] = [
+    ("--comm.mode fake_backend", {}, "comm.mode"),
+    ("--compile.enable", {"torch_path": "/a folder/torch"}, "compile.backend"),
+    ("--profiling.enable_memory_snapshot", {}, "profiling.enable_memory_snapshot"),
+    ("--parallelism.enable_async_tensor_parallel", {}, "parallelism.enable_async_tensor_parallel"),
+    ("--model.attention_kernel flex", {}, "model.attention_kernel"),
+    ("--model.converters ['quantize.linear.float8']", {"cuda": (8, 0)}, "model.converters"),
+    *(
+        (words, {"cuda": (9, 0), "environment": {variable: value}}, key)
+        for variable, value, words, key in (
+            ("TORCHDYNAMO_DISABLE", "1", "--compile.enable", "compile.enable"),
+            ("TORCHDYNAMO_DISABLE", "1", "--model.attention_kernel flex", "model.attention_kernel"),
+            ("TORCH_COMPILE_DISABLE", "1", "--compile.enable", "compile.enable"),
+            ("TORCH_COMPILE_DISABLE", "1", "--model.attention_kernel flex", "model.attention_kernel"),
+            # torch reads any text as true
+            ("TORCHDYNAMO_SUPPRESS_ERRORS", "0", "--compile.enable", "compile.enable"),
+            ("TORCH_COMPILE_OVERRIDE_BACKENDS", ">=0:eager", "--compile.enable", "compile.backend"),
+            ("NVIDIA_TF32_OVERRIDE", "1", "", "training.float32_matmul_precision"),
+            (
+                "NVIDIA_TF32_OVERRIDE",
+                "0",
+                "--training.float32_matmul_precision high",
+                "training.float32_matmul_precision",
+            ),
+            ("CUBLAS_WORKSPACE_CONFIG", ":0:0", "--debug.deterministic", "debug.deterministic"),
+            ("WANDB_MODE", "disabled", "--metrics.enable_wandb", "metrics.enable_wandb"),
+            ("WANDB_DISABLED", "true", "--metrics.enable_wandb", "metrics.enable_wandb"),
+        )
+    ),
+]
+"""Words of the command line, what differs from a CPU without such variables, and the key that the mistake names."""

@@ -105,69 +105,6 @@ def test_an_integer_is_a_number_but_no_other_type_is_converted(tmp_path: Path) -
     assert isinstance(config.training.max_norm, float)
 
 
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
-        ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
-        ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized"),
-        (
-            "--checkpoint.initial_load_in_hf --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
-            "checkpoint.initial_load_model_only",
-        ),
-        ("--activation_checkpoint.debug", "activation_checkpoint.debug"),
-        ("--compile.enable --compile.components []", "compile.components"),
-        (
-            "--parallelism.pipeline_parallel_layers_per_stage 1 --parallelism.module_fqns_per_model_part [['norm']]",
-            "parallelism.pipeline_parallel_layers_per_stage",
-        ),
-        ("--checkpoint.load_step 20", "checkpoint.load_step"),
-        ("--checkpoint.load_only", "checkpoint.load_only"),
-        ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),
-        ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.folder hugging_face/x", "checkpoint.folder"),
-        (
-            "--checkpoint.enable --checkpoint.last_save_in_hf --metrics.save_tb_folder hugging_face",
-            "metrics.save_tb_folder",
-        ),
-        ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
-        ("--checkpoint.last_save_in_hf --checkpoint.enable --checkpoint.load_only", "checkpoint.last_save_in_hf"),
-        ("--checkpoint.export_dtype float16 --checkpoint.enable", "checkpoint.export_dtype"),
-        ("--training.dataloader.persistent_workers", "training.dataloader.persistent_workers"),
-        ("--training.dataloader.prefetch_factor 2", "training.dataloader.prefetch_factor"),
-        ("--training.global_batch_size 12 --training.local_batch_size 8", "training.global_batch_size"),
-        ("--debug.deterministic_warn_only", "debug.deterministic_warn_only"),
-        ("--training.skip_spikes_window 64", "training.skip_spikes_window"),
-        ("--profiling.profile_freq 3", "profiling.profile_freq"),
-        (
-            "--parallelism.context_parallel_method ulysses --parallelism.context_parallel_rotate_method alltoall",
-            "parallelism.context_parallel_rotate_method",
-        ),
-        (
-            "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 0",
-            "activation_checkpoint.selective_ac_option",
-        ),
-        ("--activation_checkpoint.offload", "activation_checkpoint.offload"),
-        (
-            "--activation_checkpoint.offload --activation_checkpoint.mode selective"
-            " --activation_checkpoint.selective_ac_option op",
-            "activation_checkpoint.offload",
-        ),
-        ("--training.dtype bfloat16 --optimizer.implementation foreach", "optimizer.implementation"),
-        ("--optimizer.state_dtype int8 --optimizer.implementation for-loop", "optimizer.implementation"),
-        ("--optimizer.state_offload true --training.enable_cpu_offload true", "optimizer.state_offload"),
-        ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
-        ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
-        (
-            "--validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
-            "validation.held_out_fraction",
-        ),
-    ],
-)
-def test_keys_that_cannot_be_meant_together(words: str, key: str) -> None:
-    (message,) = refused(*words.split())
-    assert f": {key} = " in message
-
-
 # The file and the command line
 
 

@@ -327,7 +327,7 @@ def test_weights_of_another_size_are_refused(saved: Saved) -> None:
         build(source, CPU, torch.float32)
 
 
-@pytest.mark.parametrize(("ranks", "reason"), [(3, "8 attention heads, 4 key/value heads, .*3 ranks"), (8, "4 key")])
+@pytest.mark.parametrize(("ranks", "reason"), [(3, "8 attention heads, which 3 ranks"), (8, "4 key")])
 def test_ranks_that_cannot_share_are_refused(ranks: int, reason: str) -> None:
     sizes = MODELS["llama"][1]["debug"]
     check_ranks(sizes, 4)

@@ -4,19 +4,25 @@ import dataclasses
 import functools
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.config import ROOT, ConfigError, JobConfig, Rule, broken_rules, load, load_config
+from components.config.contradictions import CONTRADICTIONS
+from components.config.optimizer import OPTIMIZER_KEYS
 from models import MODELS
 from models.llama import FLAVORS
 from parallelize import rules
 from parallelize.mesh import resolve_degrees
-from parallelize.rules import RULES, broken_rules, check_layout, check_model, warnings
+from parallelize.rules import RULES, check_layout, check_model, warnings
+from parallelize.rules.device import DEVICE_RULES, Device
+from tests import refused
 from tests.figures import broken_bars
 from tests.harness import observe
-from tests.refused import BFLOAT16, CASES, LOCAL, PP, REDUCE, SCHEDULE, SHARD, SPLITS, Refused
+from tests.jobs import refused as messages
+from tests.refused import BFLOAT16, CASES, LACKING, LOCAL, PP, REDUCE, SCHEDULE, SHARD, SPLITS, Refused
 from tests.small import SMALL
 
 
@@ -43,7 +49,7 @@ def settings(case: Refused) -> list[str]:
 def test_each_rule_refuses_its_case_and_no_other(case: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FLAVORS, "changed", dataclasses.replace(FLAVORS["tiny"], **case.model))
     config = config_of(*SMALL, *settings(case))
-    broken = list(broken_rules(config, resolve_degrees(config, case.ranks)))
+    broken = broken_rules(RULES, config, resolve_degrees(config, case.ranks))
     assert len(broken) == 1
     assert re.search(case.says, broken[0])
 
@@ -52,24 +58,69 @@ def test_every_rule_has_a_case() -> None:
     assert len({case.rule for case in CASES}) == len(RULES)
 
 
+@pytest.mark.parametrize(("words", "key"), refused.CONTRADICTIONS)
+def test_keys_that_contradict_each_other(words: str, key: str) -> None:
+    (message,) = messages(*words.split())
+    assert f": {key} = " in message
+
+
+def test_every_contradiction_has_a_case() -> None:
+    """But for those of optimizers without keys that all of this repository's have: tests/test_optimizer.py."""
+    shared = set.intersection(*map(set, OPTIMIZER_KEYS.values()))
+    keys = [rule.key for rule in CONTRADICTIONS if not any(rule.misfit(job) for job in contradicting())]
+    assert sorted(keys) == sorted({f"optimizer.{key}" for key in shared} | {"training.dtype"})
+
+
+def contradicting() -> list[JobConfig]:
+    with mock.patch.object(load, "CONTRADICTIONS", []):
+        return [config_of(*words.split()) for words, _ in refused.CONTRADICTIONS]
+
+
+def device(**facts: Any) -> Device:
+    """A CPU whose environment has nothing to say, but for these facts."""
+    return Device(**{"cuda": None, "environment": {}, "torch_path": "/torch"} | facts)
+
+
 def refusals() -> str:
-    """docs/refusals.md: each rule, what it says of its first case here, and why."""
-    said: dict[str, str] = {}
+    """docs/refusals.md: each rule, what it says of its first case, and why."""
+    said: dict[Rule, str] = {}
+
+    def hear(table: list[Rule], config: JobConfig, *facts: Any) -> None:
+        for rule in table:
+            if reason := rule.misfit(config, *facts):
+                said.setdefault(rule, re.sub("not one of [^;]*", "not one of ...", str(reason)))
+
     for case in CASES:
         plant(case.model, without_rules=False)
         config = config_of(*SMALL, *settings(case))
-        for rule in RULES:
-            if reason := rule.misfit(config, resolve_degrees(config, case.ranks)):
-                said.setdefault(rule.why, re.sub("not one of [^;]*", "not one of ...", reason))
+        hear(RULES, config, resolve_degrees(config, case.ranks))
+    for words, facts, _ in LACKING:
+        hear(DEVICE_RULES, config_of(*words.split()), device(**facts))
+    for job in contradicting():
+        hear(CONTRADICTIONS, job)
     lines = [
         *("# What is refused, and why", ""),
-        "Written by `python -m tests.test_rules` from the table of rules, `parallelize/rules/`. A layout that breaks a",
-        "rule is refused before launch. Of each rule: the key that it names, what it says of a case of",
-        "`tests/refused.py`, and why such a layout cannot be, or what it would take.",
-        *("", "| key | for example | why |", "|---|---|---|"),
-        *(f"| `{rule.key}` | {said[rule.why]} | {rule.why} |" for rule in RULES),
+        "Written by `python -m tests.test_rules` from three tables of rules. A job that breaks a rule is refused",
+        "before launch. Each row has the rule's key, and what the rule says of a case of `tests/refused.py`.",
+        *(
+            "",
+            "## Layouts",
+            "",
+            "Table: `parallelize/rules/__init__.py`. The last column says why such a layout cannot",
+        ),
+        *("be, or what it would take.", "", "| key | for example | why |", "|---|---|---|"),
+        *(f"| `{rule.key}` | {said[rule]} | {rule.why} |" for rule in RULES),
+        *("", "## Settings that contradict each other", "", "Table: `components/config/contradictions.py`.", ""),
+        *_rows(CONTRADICTIONS, said),
+        *("", "## Devices, installations and environment variables", "", "Table: `parallelize/rules/device.py`.", ""),
+        *_rows(DEVICE_RULES, said),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _rows(table: list[Rule], said: dict[Rule, str]) -> list[str]:
+    rows = (f"| `{rule.key}` | {said[rule]} |" for rule in table if rule in said)
+    return ["| key | for example |", "|---|---|", *dict.fromkeys(rows)]
 
 
 REFUSALS = ROOT / "docs" / "refusals.md"

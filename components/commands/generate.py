@@ -37,6 +37,7 @@ from parallelize import parallelize_model
 from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
 from parallelize.rules import check_model
+from parallelize.rules.sizes import uneven
 
 _CHUNK_TOKENS = 512  # of a prompt at a time: the head computes logits of each
 
@@ -131,9 +132,8 @@ def check_ranks(sizes: Any, ranks: int) -> None:
     """Raises ConfigError where ranks cannot split a model of these sizes evenly."""
     split = {"attention heads": sizes.n_heads, "key/value heads": sizes.n_kv_heads}
     split |= {f"feed-forward columns ({name})": columns for name, columns in sizes.tp_columns.items()}
-    uneven = [f"{size} {what}" for what, size in split.items() if size % ranks]
-    if uneven:
-        raise ConfigError(f"the model has {', '.join(uneven)}, which {ranks} ranks cannot share evenly")
+    if found := [f"the model has {reason}" for what, size in split.items() if (reason := uneven(size, what, ranks))]:
+        raise ConfigError(found)
 
 
 class CachedCore(AttentionCore):

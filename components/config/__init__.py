@@ -1,18 +1,18 @@
 """Job files: one frozen dataclass per TOML table, reading and checking. Never imports torch."""
 
+from components.config.contradictions import EXPORTS
 from components.config.keys import ConfigError
 from components.config.load import (
-    EXPORTS,
     ROOT,
     absolute_tables,
     here_or_in_repository,
     load_config,
-    mistake,
     python_path,
     to_dict,
 )
 from components.config.model import Lora, Model, RopeScaling
 from components.config.outputs import Checkpoint, Profiling
+from components.config.rule import Rule, broken_rules, check_rules, mistake
 from components.config.tables import (
     ActivationCheckpoint,
     Balancing,

@@ -1,17 +1,14 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
-import importlib.util
-import os
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
-from components.config import ConfigError, JobConfig, mistake
+from components.config import JobConfig, Rule, check_rules
 from parallelize.mesh import Degrees, global_batch_size
 from parallelize.rules import compile, expert, model, pipeline, tensor
-from parallelize.rules.environment import overridden
-from parallelize.rules.sizes import near_multiples, not_among, sizes_of
+from parallelize.rules.device import DEVICE_RULES, Device
+from parallelize.rules.names import NAMES
+from parallelize.rules.sizes import near_multiples, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
-from parallelize.schedules import SCHEDULES
 
 Misfit = Callable[[JobConfig, Degrees], str]
 """Why a layout is refused and what would work, in a sentence; empty for a layout that is accepted."""
@@ -44,17 +41,6 @@ def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
     if once or config.training.dtype == "float32" or config.parallelism.fsdp_reduce_gradients == "last":
         return ""
     return 'each reduction would round the gradients of weights in bfloat16; "last" adds them up in float32'
-
-
-class Rule(NamedTuple):
-    """A line of the table."""
-
-    key: str
-    """The key that a mistake names."""
-    misfit: Misfit
-    """Finds the mistake."""
-    why: str
-    """Why such a layout cannot be, or what it would take: docs/refusals.md."""
 
 
 def _pipeline(key: str, misfit: Misfit, why: str) -> Rule:
@@ -243,11 +229,11 @@ RULES = [
 ]
 
 
-def broken_rules(config: JobConfig, degrees: Degrees) -> Iterator[str]:
-    """A line for each rule that this layout breaks."""
-    for rule in RULES:
-        if reason := rule.misfit(config, degrees):
-            yield mistake(config, rule.key, reason)
+FIRST = [
+    Rule("parallelism.pipeline_parallel_schedule", pipeline.schedule_misfit),
+    Rule("parallelism.pipeline_parallel_schedule_csv", pipeline.table_misfit),
+]
+"""Rules that the others take for granted, each those before."""
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
@@ -255,63 +241,22 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
 
     cuda: compute capability, None on the CPU.
     """
-    float8 = bool(config.model.converters) and not config.quantize.linear.float8.emulate
-    spec = importlib.util.find_spec("torch")
-    torch_path = str(spec.origin if spec else "")
-    inductor = config.compile.enable and config.compile.backend == "inductor"
-    wrong = {
-        "comm.mode": config.comm.mode == "fake_backend",
-        "compile.backend": inductor and cuda is None and " " in torch_path,
-        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot and cuda is None,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel and cuda is None,
-        "model.attention_kernel": config.model.attention_kernel == "flex" and cuda is None,
-        "model.converters": float8 and (cuda is None or cuda < (8, 9)),
-    }
-    reasons = {
-        "comm.mode": "train.py trains; a dry run is started by ./run_train.sh",
-        "compile.backend": f"on the CPU it cannot link with a torch whose path has a space: {torch_path}",
-        "profiling.enable_memory_snapshot": "memory snapshots are CUDA's",
-        "parallelism.enable_async_tensor_parallel": "it needs CUDA",
-        "model.attention_kernel": "FlexAttention has no backward on a CPU",
-        "model.converters": "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
-    }
-    found = [(key, reasons[key]) for key in wrong if wrong[key]] + [*overridden(config, os.environ, cuda is not None)]
-    if found:
-        raise ConfigError([mistake(config, key, reason) for key, reason in found])
+    check_rules(DEVICE_RULES, config, Device(cuda))
 
 
 def check_model(config: JobConfig) -> None:
-    """Raises ConfigError for an unknown model.name or model.flavor, with the nearest known name."""
-    from models import MODELS
-    from models.attention import KERNELS
-    from models.objective import OBJECTIVES
-
-    name, flavor = config.model.name, config.model.flavor
-    if name not in MODELS:
-        raise ConfigError(mistake(config, "model.name", not_among(name, MODELS)))
-    flavors = MODELS[name][1]
-    if flavor not in flavors:
-        raise ConfigError(mistake(config, "model.flavor", not_among(flavor, flavors)))
-    if config.training.objective not in OBJECTIVES:
-        raise ConfigError(mistake(config, "training.objective", not_among(config.training.objective, OBJECTIVES)))
-    if config.model.attention_kernel not in KERNELS:
-        reason = not_among(config.model.attention_kernel, KERNELS)
-        raise ConfigError(mistake(config, "model.attention_kernel", reason))
-    for key in ("initial_load_in_hf", "last_save_in_hf"):
-        if getattr(config.checkpoint, key) and not MODELS[name][0].hf_type:
-            raise ConfigError(mistake(config, f"checkpoint.{key}", f"Hugging Face has no {name} (its hf_type)"))
+    """Raises ConfigError for an unknown name of NAMES, with the nearest known name."""
+    for rule in NAMES:
+        check_rules([rule], config)
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
     """Raises ConfigError for a torch without the names that are used, an unknown model or schedule, or broken rules."""
     check_torch(config, degrees)
     check_model(config)
-    if (schedule := config.parallelism.pipeline_parallel_schedule) not in SCHEDULES:
-        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule", not_among(schedule, SCHEDULES)))
-    if wrong := pipeline.table_misfit(config, degrees):  # the other rules read the table
-        raise ConfigError(mistake(config, "parallelism.pipeline_parallel_schedule_csv", wrong))
-    if broken := list(broken_rules(config, degrees)):
-        raise ConfigError(broken)
+    for rule in FIRST:
+        check_rules([rule], config, degrees)
+    check_rules(RULES, config, degrees)
 
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: bool) -> list[str]:

@@ -2,10 +2,15 @@
 
 from components.config import JobConfig
 from parallelize.mesh import Degrees, global_batch_size
-from parallelize.rules.sizes import near_multiples, sizes_of
-from parallelize.schedules import layers_of_stages, name_of_schedule, number_of_stages, schedule_of
+from parallelize.rules.sizes import near_multiples, not_among, sizes_of
+from parallelize.schedules import SCHEDULES, layers_of_stages, name_of_schedule, number_of_stages, schedule_of
 from parallelize.tables import read_table, stages_of_table, wrong_with
 from parallelize.wrapping import wrapping_of
+
+
+def schedule_misfit(config: JobConfig, degrees: Degrees) -> str:
+    name = config.parallelism.pipeline_parallel_schedule
+    return "" if name in SCHEDULES else not_among(name, SCHEDULES)
 
 
 def table_misfit(config: JobConfig, degrees: Degrees) -> str:

@@ -14,6 +14,14 @@ def sizes_of(config: JobConfig) -> Any:
     return sizes(config.model)
 
 
+def uneven(size: int, what: str, ranks: int) -> str:
+    """Why ranks cannot share so many heads or columns evenly; empty if they can."""
+    divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
+    return (
+        f"{size} {what}, which {ranks} ranks cannot share evenly; degrees that can: {divisors}" if size % ranks else ""
+    )
+
+
 def near_multiples(size: int, unit: int) -> str:
     below = size // unit * unit
     return " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)

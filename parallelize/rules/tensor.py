@@ -5,7 +5,7 @@ from dataclasses import replace
 from components.config import JobConfig, Lora
 from parallelize.mesh import Degrees
 from parallelize.padding import padded_length
-from parallelize.rules.sizes import not_among, sizes_of
+from parallelize.rules.sizes import not_among, sizes_of, uneven
 
 
 def heads_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -18,10 +18,8 @@ def columns_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def _uneven(size: int, what: str, config: JobConfig, degrees: Degrees) -> str:
-    """tp has to divide one of the model's sizes."""
-    divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
-    reason = f"which {degrees.tp} ranks cannot share evenly; degrees that can: {divisors}"
-    return f"{config.model.name} {config.model.flavor} has {size} {what}, {reason}" if size % degrees.tp else ""
+    found = uneven(size, what, degrees.tp)
+    return f"{config.model.name} {config.model.flavor} has {found}" if found else ""
 
 
 def float8_misfit(config: JobConfig, degrees: Degrees) -> str:

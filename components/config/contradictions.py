@@ -1,0 +1,290 @@
+"""The table of settings that are valid alone but contradict another setting."""
+
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+from components.config.bounds import LARGEST, PathError, local_path
+from components.config.optimizer import OPTIMIZER_KEYS
+from components.config.rule import Rule, value_of
+from components.config.tables import JobConfig
+
+EXPORTS = "hugging_face"
+"""Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
+_FLOAT8 = "quantize.linear.float8"
+_NO_FLOAT8 = f'needs model.converters = ["{_FLOAT8}"]'
+
+
+def _optimizer_misfit(job: JobConfig, key: str) -> str | bool:
+    name = job.optimizer.name
+    given = f"optimizer.{key}" in job.origins and key not in OPTIMIZER_KEYS[name]
+    return given and f'optimizer.name = "{name}" has no such setting'
+
+
+def _dtype_misfit(job: JobConfig) -> str | bool:
+    name = job.optimizer.name
+    rounds = job.training.dtype == "float32" or "state_dtype" in OPTIMIZER_KEYS[name]
+    return not rounds and f'optimizer.name = "{name}" cannot round updates of bfloat16 weights; use "float32"'
+
+
+def _implementation_misfit(job: JobConfig) -> str | bool:
+    rounded = {job.optimizer.state_dtype, job.training.dtype} != {"float32"}
+    one = "there is one for weights and moments that are rounded: leave it out"
+    return rounded and job.optimizer.implementation != "fused" and one
+
+
+def _batch_misfit(job: JobConfig) -> str | bool:
+    size, local = job.training.global_batch_size, job.training.local_batch_size
+    return size != -1 and size % local != 0 and f"not a multiple of training.local_batch_size = {local}"
+
+
+def _tokens_misfit(job: JobConfig, key: str) -> str | bool:
+    table = value_of(job, key)
+    size, seq_len = table.local_batch_size or job.training.local_batch_size, table.seq_len or job.training.seq_len
+    used = key == "training" or job.validation.enable
+    too_many = f"with {key}.local_batch_size = {size}: more than {LARGEST:,} tokens at once"
+    return used and size * seq_len > LARGEST and too_many
+
+
+def _offload_misfit(job: JobConfig) -> str | bool:
+    checkpointing = job.activation_checkpoint
+    per_op = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
+    whole_layers = checkpointing.mode in ("full", "selective") and not per_op
+    needs = 'it moves the inputs of checkpointed layers: needs mode = "full", or "selective" and a number'
+    return checkpointing.offload and not whole_layers and needs
+
+
+def _stages_misfit(job: JobConfig, key: str) -> str | bool:
+    given = f"parallelism.{key}" in job.origins and bool(job.parallelism.module_fqns_per_model_part)
+    return given and "module_fqns_per_model_part lists the stages: leave it out"
+
+
+def _folder_misfit(job: JobConfig, key: str) -> str | bool:
+    """A folder of the run's outputs lies inside of the dump folder, and outside of what an export replaces."""
+    dump, name = Path(job.job.dump_folder), value_of(job, key)
+    folder, whole = (Path(os.path.realpath(path)) for path in (dump / name, dump))
+    if folder == whole or not folder.is_relative_to(whole):
+        return f"must be a folder inside job.dump_folder = {dump}"
+    if job.checkpoint.last_save_in_hf and folder.is_relative_to(whole / EXPORTS):
+        return f"checkpoint.last_save_in_hf replaces {dump / EXPORTS} with what it writes"
+    try:
+        local_path(str((dump / name).absolute()))
+    except PathError as error:
+        return f"{dump / name}: {error}"
+    return False
+
+
+CONTRADICTIONS = [
+    *(
+        Rule(f"optimizer.{key}", partial(_optimizer_misfit, key=key))
+        for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys})
+    ),
+    Rule("training.dtype", _dtype_misfit),
+    Rule("optimizer.implementation", _implementation_misfit),
+    Rule(
+        "optimizer.state_offload",
+        lambda job: (
+            job.optimizer.state_offload
+            and job.training.enable_cpu_offload
+            and "training.enable_cpu_offload = true keeps all of it on the host: leave one out"
+        ),
+    ),
+    Rule(
+        "lr_scheduler.total_steps",
+        lambda job: (
+            job.lr_scheduler.total_steps is not None
+            and job.lr_scheduler.total_steps < job.training.steps
+            and f"training.steps = {job.training.steps} is more"
+        ),
+    ),
+    *(
+        Rule(
+            f"training.dataloader.{key}",
+            lambda job, key=key: (
+                job.training.dataloader.num_workers == 0
+                and bool(value_of(job, f"training.dataloader.{key}"))
+                and "needs num_workers of 1 or more"
+            ),
+        )
+        for key in ("persistent_workers", "prefetch_factor")
+    ),
+    Rule("training.global_batch_size", _batch_misfit),
+    Rule(
+        "training.skip_spikes_window",
+        lambda job: (
+            "training.skip_spikes_window" in job.origins
+            and not job.training.skip_spikes_sigma
+            and "needs training.skip_spikes_sigma; 6 is usual"
+        ),
+    ),
+    *(Rule(f"{key}.seq_len", partial(_tokens_misfit, key=key)) for key in ("training", "validation")),
+    Rule(
+        "parallelism.data_parallel_replicate_degree",
+        lambda job: (
+            job.parallelism.data_parallel_replicate_degree == job.parallelism.data_parallel_shard_degree == -1
+            and "only one of the two data parallel degrees can take what is left; data_parallel_shard_degree is -1 too"
+        ),
+    ),
+    Rule(
+        "parallelism.context_parallel_rotate_method",
+        lambda job: (
+            job.parallelism.context_parallel_method != "ring"
+            and "parallelism.context_parallel_rotate_method" in job.origins
+            and f'belongs to the ring; context_parallel_method is "{job.parallelism.context_parallel_method}"'
+        ),
+    ),
+    Rule(
+        "activation_checkpoint.selective_ac_option",
+        lambda job: (
+            not re.fullmatch(r"op|[1-9]\d*", job.activation_checkpoint.selective_ac_option)
+            and 'expected a number of layers, as "2", or "op"'
+        ),
+    ),
+    Rule("activation_checkpoint.offload", _offload_misfit),
+    Rule(
+        "activation_checkpoint.debug",
+        lambda job: (
+            job.activation_checkpoint.debug
+            and job.activation_checkpoint.mode not in ("full", "selective")
+            and 'no layer is computed again: needs mode = "full" or "selective"'
+        ),
+    ),
+    Rule(
+        "compile.components",
+        lambda job: (
+            job.compile.enable
+            and not job.compile.components
+            and 'nothing would be compiled; ["model", "loss"] is usual'
+        ),
+    ),
+    *(
+        Rule(f"parallelism.{key}", partial(_stages_misfit, key=key))
+        for key in (
+            "pipeline_parallel_layers_per_stage",
+            "pipeline_parallel_first_stage_less_layers",
+            "pipeline_parallel_last_stage_less_layers",
+        )
+    ),
+    # filter_fqns without float8 is allowed, for later use.
+    Rule(
+        f"{_FLOAT8}.recipe_name",
+        lambda job: f"{_FLOAT8}.recipe_name" in job.origins and _FLOAT8 not in job.model.converters and _NO_FLOAT8,
+    ),
+    Rule(
+        f"{_FLOAT8}.emulate",
+        lambda job: job.quantize.linear.float8.emulate and _FLOAT8 not in job.model.converters and _NO_FLOAT8,
+    ),
+    *(
+        Rule(
+            f"model.lora.{key}",
+            lambda job, key=key: (
+                f"model.lora.{key}" in job.origins
+                and "model.lora.rank" not in job.origins
+                and "needs lora.rank of 1 or more; 0 says that there are no adapters"
+            ),
+        )
+        for key in ("alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path")
+    ),
+    Rule(
+        "model.lora.rank",
+        lambda job: (
+            job.model.lora.rank > 0
+            and bool(job.model.converters)
+            and f"float8 would train matrices, which are frozen beside adapters: leave {_FLOAT8} out"
+        ),
+    ),
+    Rule(
+        "checkpoint.initial_load_model_only",
+        lambda job: (
+            job.model.lora.rank > 0
+            and not job.checkpoint.initial_load_model_only
+            and "it is the base of adapters, which is weights alone; use true"
+        ),
+    ),
+    Rule(
+        "validation.held_out_fraction",
+        lambda job: (
+            bool(job.validation.dataset_path)
+            and "validation.held_out_fraction" in job.origins
+            and "validation.dataset_path is set: nothing is held out"
+        ),
+    ),
+    *(
+        Rule(
+            f"checkpoint.{key}",
+            lambda job, key=key, unset=unset: (
+                value_of(job, f"checkpoint.{key}") != unset
+                and not job.checkpoint.enable
+                and "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
+            ),
+        )
+        for key, unset in {"load_step": -1, "load_only": False}.items()
+    ),
+    *(
+        Rule(
+            f"checkpoint.{key}",
+            lambda job, key=key, unset=unset: (
+                value_of(job, f"checkpoint.{key}") != unset
+                and not job.checkpoint.initial_load_path
+                and "needs checkpoint.initial_load_path"
+            ),
+        )
+        for key, unset in {"initial_load_in_hf": False, "initial_load_model_only": True}.items()
+    ),
+    Rule(
+        "checkpoint.initial_load_in_hf_quantized",
+        lambda job: (
+            job.checkpoint.initial_load_in_hf_quantized
+            and not job.checkpoint.initial_load_in_hf
+            and "needs checkpoint.initial_load_in_hf = true"
+        ),
+    ),
+    Rule(
+        "checkpoint.initial_load_model_only",
+        lambda job: (
+            job.checkpoint.initial_load_in_hf
+            and not job.checkpoint.initial_load_model_only
+            and "there are only weights in a folder of Hugging Face's (initial_load_in_hf)"
+        ),
+    ),
+    Rule(
+        "checkpoint.last_save_in_hf",
+        lambda job: (
+            job.checkpoint.last_save_in_hf
+            and (not job.checkpoint.enable or job.checkpoint.load_only)
+            and "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
+        ),
+    ),
+    Rule(
+        "checkpoint.export_dtype",
+        lambda job: (
+            job.checkpoint.enable
+            and job.checkpoint.export_dtype != "float32"
+            and not job.checkpoint.last_save_in_hf
+            and "checkpoints keep training.dtype; it is the precision of checkpoint.last_save_in_hf"
+        ),
+    ),
+    Rule(
+        "debug.deterministic_warn_only",
+        lambda job: (
+            job.debug.deterministic_warn_only and not job.debug.deterministic and "needs debug.deterministic = true"
+        ),
+    ),
+    Rule(
+        "profiling.profile_freq",
+        lambda job: (
+            job.profiling.profile_freq < job.profiling.profiler_active + job.profiling.profiler_warmup
+            and "less than profiler_warmup + profiler_active"
+        ),
+    ),
+    *(
+        Rule(key, partial(_folder_misfit, key=key))
+        for key in (
+            "checkpoint.folder",
+            "metrics.save_tb_folder",
+            "profiling.save_traces_folder",
+            "profiling.save_memory_snapshot_folder",
+        )
+    ),
+]
