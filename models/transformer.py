@@ -28,10 +28,13 @@ from models.rotary import rotary_cos_sin, rotary_frequencies
 class Block(nn.Module):
     """One layer: attention and feed-forward, each with a norm before it, inside a residual connection."""
 
+    attention_class: type[Attention] = Attention
+    feed_forward_class: type[FeedForward] = FeedForward
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention = Attention(config)
-        self.feed_forward = FeedForward(config.dim, config.ffn_dim)
+        self.attention = self.attention_class(config)
+        self.feed_forward = self.feed_forward_class(config.dim, config.ffn_dim)
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
 

@@ -146,7 +146,7 @@ class RowsOfOwnHeads(ParallelStyle):
     """A projection to heads, split by heads, of what ForOwnHeads gives: the gradient of its input is a partial sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split_rows(module, device_mesh)
+        split_rows(module, device_mesh)
 
         def forward(x_BSD: Tensor) -> Tensor:
             return _with_adapter(module, x_BSD, linear(x_BSD, _rows(module, device_mesh)))
@@ -225,7 +225,7 @@ class VocabularyParallelEmbedding(ParallelStyle):
         self.output_layout = output_layout
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split_rows(module, device_mesh)
+        split_rows(module, device_mesh)
 
         def forward(tokens: Tensor) -> Tensor:
             rows = _rows(module, device_mesh)
@@ -252,7 +252,7 @@ class VocabularyParallelHead(ParallelStyle):
         self.input_layout, self.loss_parallel = input_layout, loss_parallel
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _split_rows(module, device_mesh)
+        split_rows(module, device_mesh)
         assert isinstance(module, Head)
         softmax = vocabulary_parallel_softmax if self.loss_parallel else gathered_softmax
         vocabulary = module.weight.shape[0]
@@ -271,7 +271,7 @@ class VocabularyParallelHead(ParallelStyle):
         return module
 
 
-def _split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
+def split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
     whole = module.get_parameter("weight")
     weight = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
     module.register_parameter("weight", nn.Parameter(weight, whole.requires_grad))
