@@ -26,6 +26,7 @@ from components.config import Balancing, Parallelism
 from models.grouped import ToRows
 from models.layers import FeedForward
 from models.moe import Balance, Experts, Mixture, MixtureBlock, Router
+from parallelize.groups import arrived
 from parallelize.mesh import Mesh
 from parallelize.sharding import local_part
 from parallelize.tensor import partial_sum
@@ -127,7 +128,7 @@ class AllToAll(NamedTuple):
         sizes, received_sizes = to_host(torch.stack((sent.sum(1), received.sum(1))), len(rows_RD))
         arriving = self._send(rows_RD, sizes, received_sizes)
         meanwhile()
-        rows_RD = _arrived(arriving)
+        rows_RD = arrived(arriving)
         experts = torch.arange(received.shape[1], device=received.device).expand_as(received)
         expert_R = experts.flatten().repeat_interleave(received.flatten(), output_size=len(rows_RD))
         order = expert_R.argsort(stable=True)
@@ -137,19 +138,13 @@ class AllToAll(NamedTuple):
 
     def combine(self, rows_RD: Tensor, sent: Sent) -> Tensor:
         rows_RD = ToRows.apply(rows_RD, sent.inverse, sent.order[:, None])
-        return _arrived(self._send(rows_RD, sent.received_sizes, sent.sizes))
+        return arrived(self._send(rows_RD, sent.received_sizes, sent.sizes))
 
     def _send(self, rows_RD: Tensor, sizes: list[int], received_sizes: list[int]) -> Tensor:
         """The received rows; the transfer may still be under way."""
         from torch.distributed import _functional_collectives as collectives
 
         return collectives.all_to_all_single_autograd(rows_RD, received_sizes, sizes, self.group)
-
-
-def _arrived(arriving: Tensor) -> Tensor:
-    from torch.distributed import _functional_collectives as collectives
-
-    return arriving.wait() if isinstance(arriving, collectives.AsyncCollectiveTensor) else arriving
 
 
 def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor) -> Tensor | None:

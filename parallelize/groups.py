@@ -3,15 +3,14 @@
 import contextlib
 import functools
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from components.config import ConfigError
 from components.config.environment import set_default
 from parallelize.mesh import Mesh
 
@@ -124,15 +123,8 @@ def print_on_rank_0(line: str) -> None:
         print(line, flush=True)
 
 
-def from_rank_0(make: Callable[[], T]) -> T:
-    """Call `make` on rank 0 and return its result on every rank; a ConfigError is raised on every rank."""
-    made: list = [None]
-    if dist.get_rank() == 0:
-        try:
-            made = [make()]
-        except ConfigError as error:
-            made = [error]
-    dist.broadcast_object_list(made)
-    if isinstance(made[0], ConfigError):
-        raise made[0]
-    return made[0]
+def arrived(tensor: Tensor) -> Tensor:
+    """The tensor that a functional collective gave, after a wait: not all kernels take an AsyncCollectiveTensor."""
+    from torch.distributed import _functional_collectives as collectives
+
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor

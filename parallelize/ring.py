@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from models.steps import AttentionStep, step
 from models.visible import Visible
+from parallelize.groups import arrived
 from parallelize.pieces import pieces_of
 
 
@@ -86,13 +87,13 @@ class Exchange(NamedTuple):
             gathered = collectives.all_gather_single(torch.stack((k, v))[None], 0, self.group)
             yield k, v
             for number in range(1, ranks):
-                k, v = _arrived(gathered)[(rank - number) % ranks]
+                k, v = arrived(gathered)[(rank - number) % ranks]
                 yield k, v
             return
         for _ in range(ranks - 1):
             following = self._to_the_next(torch.stack((k, v)))
             yield k, v
-            k, v = _arrived(following)
+            k, v = arrived(following)
         yield k, v
 
     def brought_home(self, gradients: Iterable[Tensor]) -> Tensor:
@@ -106,11 +107,11 @@ class Exchange(NamedTuple):
                 total = part.new_empty((ranks, *part.shape)) if total is None else total
                 total[(rank - number) % ranks] = part
             assert total is not None
-            return _arrived(collectives.reduce_scatter_single(total, "sum", 0, self.group))[0]
+            return arrived(collectives.reduce_scatter_single(total, "sum", 0, self.group))[0]
         for part in gradients:
-            total = self._to_the_next(part if total is None else _arrived(total) + part)
+            total = self._to_the_next(part if total is None else arrived(total) + part)
         assert total is not None
-        return _arrived(total)
+        return arrived(total)
 
     def _to_the_next(self, tensor: Tensor) -> Tensor:
         from torch.distributed import _functional_collectives as collectives
@@ -118,10 +119,3 @@ class Exchange(NamedTuple):
         ranks = self.group.size()
         following = [(rank + 1) % ranks for rank in range(ranks)]
         return collectives.permute_tensor(tensor.flatten(), following, self.group).view_as(tensor)
-
-
-def _arrived(tensor: Tensor) -> Tensor:
-    """The received tensor, after a wait, because not all kernels take an AsyncCollectiveTensor."""
-    from torch.distributed import _functional_collectives as collectives
-
-    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor

@@ -22,6 +22,16 @@ def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return parameter.to_local(), offset
 
 
+def split_like(parameter: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of `shape`, split over ranks as the parameter is, from this rank's part; local, if it is not split."""
+    if not isinstance(parameter, DTensor):
+        return local
+    size = torch.Size(shape)
+    mesh, stride = parameter.device_mesh, torch.empty(size, device="meta").stride()
+    whole = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=size, stride=stride)
+    return whole.to(local.device)  # it may be on the host, from where from_local moves to the mesh's device
+
+
 class Slice(NamedTuple):
     """The part of a tensor that a rank holds."""
 

@@ -74,7 +74,7 @@ def _fail_to_publish(folder: Path, name: str) -> str:
 
     def fails(*args: Any) -> Any:
         calls.append(args)
-        if args[0].name == "manifest.json" or name == "sync":
+        if args[0].name == "manifest.json" or name == "publish":
             raise OSError(28, "No space left on device")
         return original(*args)
 
@@ -86,7 +86,7 @@ def _fail_to_publish(folder: Path, name: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("name", ["write_json", "sync"])
+@pytest.mark.parametrize("name", ["write_json", "publish"])
 def test_all_ranks_raise_when_the_first_cannot_publish(tmp_path: Path, name: str) -> None:
     saved(tmp_path, 10, world=2)
     for outcome in run(_fail_to_publish, tmp_path, name, world=2):

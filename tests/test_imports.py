@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-LAYOUT = ("parallelize.mesh", "parallelize.groups", "parallelize.sharding")
+LAYOUT = ("parallelize.mesh", "parallelize.groups", "parallelize.sharding", "parallelize.together")
 """What a component may know of more than one device."""
 ROOMS: dict[str, tuple[str, ...]] = {
     "components.config": (),

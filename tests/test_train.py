@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from components.config import ROOT, ConfigError
-from components.state.together import together
-from parallelize.groups import from_rank_0, gather, set_timeout
+from parallelize.groups import gather, set_timeout
+from parallelize.together import together
 from tests.figures import broken_bars
 from tests.harness import observe, rewrite
 from tests.limits import finish, run, wait_until
@@ -77,9 +77,9 @@ def ask_rank_0(run: train.Run) -> list[tuple[int, str]]:
     def refuse() -> int:
         raise ConfigError(f"rank {dist.get_rank()} knows no such dataset")
 
-    got = from_rank_0(dist.get_rank)
+    got = together(dist.get_rank, first_only=True)[0]
     try:
-        from_rank_0(refuse)
+        together(refuse, first_only=True)
     except ConfigError as error:
         return gather((got, str(error)))
     return []

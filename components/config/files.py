@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,44 @@ def replace(path: Path, text: str) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(text)
     partial.replace(path)
+
+
+def make_staging(path: Path) -> Path:
+    """An empty folder beside `path`, which publish will rename to it. Removes the folder of a writer that was killed.
+
+    A folder that such a writer was replacing is put back first.
+    """
+    staging, replaced = staging_of(path), replaced_of(path)
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+    for left in (staging, replaced):
+        shutil.rmtree(left, ignore_errors=True)
+    staging.mkdir(parents=True)
+    return staging
+
+
+def staging_of(path: Path) -> Path:
+    return path.with_name(f"{STAGING}{path.name}")
+
+
+def replaced_of(path: Path) -> Path:
+    return path.with_name(f"{REPLACED}{path.name}")
+
+
+def publish(staging: Path, path: Path) -> Path:
+    """Makes a written folder durable and renames it to `path`. Returns where a folder that was there is now."""
+    for each in (*staging.iterdir(), staging):
+        sync(each)
+    replaced = replaced_of(path)
+    if path.exists():
+        path.rename(replaced)
+    staging.rename(path)
+    sync(path.parent)
+    return replaced
+
+
+STAGING, REPLACED = ".staging-", ".replaced-"
+"""How names of folders begin that are being written, or replaced."""
 
 
 def writable(folder: Path) -> bool:

@@ -26,7 +26,17 @@ import numpy as np
 from tqdm import tqdm
 
 from components.config import ROOT, ConfigError, Training
-from components.config.files import digest, read_json_as, read_json_if_whole, replace, sync, writable, write_json
+from components.config.files import (
+    digest,
+    make_staging,
+    publish,
+    read_json_as,
+    read_json_if_whole,
+    replace,
+    sync,
+    writable,
+    write_json,
+)
 from components.data.sources import HUB, REGISTERED, BadRecord, Document, ending, find_files, read_documents
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
@@ -164,16 +174,13 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
 
 def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
     """Makes the cache in a staging folder, which is renamed when it is complete."""
-    staging = folder.with_name(f".staging-{folder.name}")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir()
+    staging = make_staging(folder)
     try:
         try_tokenizer(spec.tokenizer_path, spec.separator)
         _tokenize(spec, files, staging, folder.name, workers)
         if _key(spec, files) != folder.name:
             raise ConfigError(f"training data {spec.path}: changed while it was read")
-        shutil.rmtree(folder, ignore_errors=True)
-        staging.rename(folder)
+        shutil.rmtree(publish(staging, folder), ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

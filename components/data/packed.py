@@ -176,10 +176,10 @@ def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedS
 
 
 def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
-    from parallelize.groups import from_rank_0
+    from parallelize.together import together
 
     # A dataset of the hub may change at any time: all ranks read the commit that rank 0 has resolved.
-    spec = from_rank_0(lambda: stream_spec(config))
+    spec = together(lambda: stream_spec(config), first_only=True)[0]
     _check_vocabulary(config, spec.vocab_size, vocab_size)
     first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if first_of_node and spec.revision is None:  # another node may have other files in this folder

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from components.optim.counter_hash import Indices
 from models.random_bits import mixed, shifted
-from parallelize.sharding import block_of, local_part
+from parallelize.sharding import block_of, local_part, split_like
 
 _LEVELS = {torch.int8: 127, torch.uint8: 255}
 _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed 64-bit integer
@@ -57,14 +56,7 @@ def _blockwise(parameter: Tensor, block: int) -> Tensor:
     """float32 zeros, one for each block of a row."""
     _, local = local_part(parameter)
     zeros = local.new_zeros(*local.shape[:-1], local.shape[-1] // block, dtype=torch.float32)
-    if not isinstance(parameter, DTensor):
-        return zeros
-    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // block))
-    stride = torch.empty(shape, device="meta").stride()
-    scales = DTensor.from_local(
-        zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
-    return scales.to(local.device)  # weights may be on the host, from where from_local moves to the mesh's device
+    return split_like(parameter, zeros, (*parameter.shape[:-1], parameter.shape[-1] // block))
 
 
 def as_rows(local: Tensor) -> Tensor:

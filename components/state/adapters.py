@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from components.config import ConfigError, JobConfig, Lora
-from components.config.files import read_json, refuse_pointer, write_json
+from components.config.files import make_staging, publish, read_json, refuse_pointer, staging_of, write_json
 from components.state.base import check_base, load_run, read_base
 from components.state.checkpoint import Checkpointer
 from components.state.folder import chosen_model, separator_of
 from components.state.tensors import check_finite, load_tensors
-from components.state.together import read_together, together
-from components.state.weights import Folder, export, put_in_place
+from components.state.weights import Folder, export, write_tensors
 from models import meta_model
 from models.lora import merged
 from models.peft import Place, places, targets
 from parallelize.mesh import Mesh
 from parallelize.sharding import own_slice
+from parallelize.together import read_together, together
 
 
 def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
@@ -70,26 +70,20 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         "inference_mode": True,
     }
 
-    staging = path.with_name(f".staging-{path.name}")
-
     def write() -> None:
-        from safetensors.torch import save_file
-
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        staging = make_staging(path)
         theirs = {place.name: torch.zeros(place.shape, dtype=dtype) for place in found.values()}
         for name, place in found.items():
             place.of(theirs[place.name]).copy_(tensors[f"model.{name}"])
-        save_file(theirs, staging / "adapter_model.safetensors", metadata={"format": "pt"})
-        (staging / "adapter_model.safetensors").chmod(0o644)  # safetensors makes it private to its owner
+        write_tensors(theirs, staging / "adapter_model.safetensors")
         write_json(staging / "adapter_config.json", described)
-        put_in_place(staging, path)
+        shutil.rmtree(publish(staging, path), ignore_errors=True)
 
     try:
         together(write, first_only=True)
     finally:
         if torch.distributed.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            shutil.rmtree(staging_of(path), ignore_errors=True)
 
 
 def check_adapters(model: Any, asked: Lora, path: Path) -> None:

@@ -27,21 +27,19 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
-from components.config.files import digest, sync, write_json
+from components.config.files import REPLACED, STAGING, digest, publish, write_json
 from components.launch.signals import Agreement
 from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
 from components.state.copies import HostCopies
 from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
 from components.state.tensors import fill_copies, load_tensors
-from components.state.together import read_together, together
 from components.state.torchtitan import is_foreign, load_torchtitan
 from components.state.weights import left_out, load_weights
 from models.parameters import is_adapter
 from parallelize.groups import patient_group, print_on_rank_0
 from parallelize.sharding import settle
+from parallelize.together import read_together, together
 
-STAGING = ".staging-"
-REPLACED = ".replaced-"
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
 
@@ -237,14 +235,7 @@ class Checkpointer:
         write_json(staging / "manifest.json", files)
         if reason := fault(staging, hashes=False):
             raise OSError(f"{reason}; do all ranks see the same folder?")
-        # torch syncs its files too, but flushes .metadata after its fsync.
-        for path in (*staging.iterdir(), staging):
-            sync(path)
-        replaced = self.folder / f"{REPLACED}{target.name}"
-        if target.exists():
-            target.rename(replaced)
-        staging.rename(target)
-        sync(self.folder)
+        publish(staging, target)  # torch syncs its files too, but flushes .metadata after its fsync
         try:
             self._clean_up(target, prune=not state["in_doubt"])
         except (OSError, ConfigError) as error:

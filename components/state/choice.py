@@ -10,7 +10,7 @@ from pathlib import Path
 
 from components.config import Checkpoint, ConfigError
 from components.state.folder import Branch, Fault, Saved, fault, listed, names_in, saved_in, unusable
-from components.state.together import read_together
+from parallelize.together import read_together
 
 DAMAGED, ABANDONED = "corrupt-", "abandoned-"
 """Prefixes of folders that are put aside: kept, and never chosen or pruned."""

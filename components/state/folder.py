@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from components.config import ConfigError, Lora, Model, RopeScaling
 from components.config.files import digest, patiently, read_json, refuse_pointer
-from components.state.together import read_together
+from parallelize.together import read_together
 
 VERSION = 1
 """Version of state.json. Files without a version count as version 0; they lack branch and ranks."""

@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from models.nf4 import is_packed, pack, unpack, unpacked_shape
-from parallelize.sharding import own_slice
+from parallelize.sharding import own_slice, split_like
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
     """The parameter itself, or a packed one's float32 numbers, with the same slice on each rank."""
     if not is_packed(parameter):
         return parameter
-    return _like(parameter, unpack(own_slice(parameter)[0]))
+    return split_like(parameter, unpack(own_slice(parameter)[0]), unpacked_shape(parameter.shape))
 
 
 @contextmanager
@@ -26,17 +24,7 @@ def to_fill(parameter: Tensor) -> Iterator[Tensor]:
         yield parameter
         return
     local, _ = own_slice(parameter)
-    filled = _like(parameter, torch.empty(unpacked_shape(local.shape), device=local.device))
+    empty = torch.empty(unpacked_shape(local.shape), device=local.device)
+    filled = split_like(parameter, empty, unpacked_shape(parameter.shape))
     yield filled
     local.copy_(pack(own_slice(filled)[0]))
-
-
-def _like(parameter: Any, numbers: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return numbers
-    shape = torch.Size(unpacked_shape(parameter.shape))
-    strides = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(
-        numbers, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
-    )
-    return whole.to(numbers.device)  # parameters may be on the host, from where from_local moves to the mesh's device

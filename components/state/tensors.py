@@ -19,10 +19,10 @@ from components.config.files import patiently, refuse_pointer
 from components.state.folder import Fault, inside, manifest, read_inside
 from components.state.metadata import files_of, parse
 from components.state.packed import to_fill
-from components.state.together import cause, failures, read_together
 from models.nf4 import is_packed, scales_of, unpacked_shape
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
+from parallelize.together import cause, failures, read_together
 
 
 class Reader(dcp.FileSystemReader):

@@ -16,10 +16,10 @@ from components.config import ConfigError
 from components.state.folder import Fault, Saved, manifest
 from components.state.packed import to_fill
 from components.state.tensors import Reader, check_finite, check_fit, fill_copies, open_reader
-from components.state.together import read_together
 from models.parameters import is_adapter, tied_names
 from parallelize.groups import print_on_rank_0
 from parallelize.sharding import own_slice
+from parallelize.together import read_together
 
 _OTHERS = ("optimizer", "lr_scheduler", "dataloader", "train_state", "freqs_cis")
 """First parts of the names of entries that are not weights."""

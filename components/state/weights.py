@@ -18,15 +18,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.config import ConfigError
-from components.config.files import inside, read_json_as, refuse_pointer, write_json
+from components.config.files import inside, make_staging, publish, read_json_as, refuse_pointer, staging_of, write_json
 from components.data.tokenizer import export_tokenizer
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
 from components.state.tensors import Reader, check_finite, open_reader
-from components.state.together import read_together, together
 from models.hugging_face import Part
 from models.parameters import is_adapter, tied_names
 from parallelize.sharding import own_slice
+from parallelize.together import read_together, together
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
 _SHOWN = 8
@@ -260,7 +260,7 @@ def export(
     tokenizer; an earlier folder is then untouched, and nothing of the new one stays.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    staging = path.with_name(f".staging-{path.name}")
+    staging = staging_of(path)
     parts = _files(model, dtype)
     names = [f"model-{number + 1:05}-of-{len(parts):05}.safetensors" for number in range(len(parts))]
     if len(parts) == 1:
@@ -268,8 +268,7 @@ def export(
 
     def begin() -> None:
         """Write all but weights, since it may fail."""
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
+        make_staging(path)
         tokens = export_tokenizer(tokenizer, staging, separator)
         kind = str(dtype).removeprefix("torch.")
         # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
@@ -277,8 +276,6 @@ def export(
         write_json(staging / "generation_config.json", tokens)
 
     def write() -> None:
-        from safetensors.torch import save_file
-
         for number in range(rank, len(parts), ranks):
             tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
             if reader is None:
@@ -293,10 +290,9 @@ def export(
                         kept = model.hf_dtype(name, dtype)
                         theirs[part.name] = torch.empty(part.whole_shape(tuple(piece.shape)), dtype=kept)
                     part.of(theirs[part.name]).copy_(piece)
-            save_file(theirs, staging / names[number], metadata={"format": "pt"})
-            (staging / names[number]).chmod(0o644)  # safetensors makes it private to its owner
+            write_tensors(theirs, staging / names[number])
 
-    def publish() -> None:
+    def finish() -> None:
         if len(parts) > 1:
             where = {
                 part.name: file
@@ -309,7 +305,7 @@ def export(
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
-        put_in_place(staging, path)
+        shutil.rmtree(publish(staging, path), ignore_errors=True)
 
     weights = {} if isinstance(source, Path) else source
     try:
@@ -318,7 +314,7 @@ def export(
         if reader is not None:
             _check_left_out(model, reader)
         together(write)
-        together(publish, first_only=True)
+        together(finish, first_only=True)
     except OSError as error:
         raise OSError(f"{path} could not be written: {error}") from error
     finally:
@@ -326,14 +322,12 @@ def export(
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def put_in_place(staging: Path, path: Path) -> None:
-    """Rename a written folder to its name, in place of what has it."""
-    replaced = path.with_name(f".replaced-{path.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        path.rename(replaced)
-    staging.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
+    """Write a file of safetensors that every user may read, as other files."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors makes it private to its owner
 
 
 def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:
