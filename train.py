@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import EXPORTS, JobConfig, absolute_tables, load_config
+from components.config import EXPORTS, JobConfig, absolute_tables
 from components.config.environment import set_default
 from components.data import PackedSequences, build_datasets
-from components.data.loader import DIVISORS, Order, build_loader, validation_batches
+from components.data.loader import DIVISORS, GlobalOrder, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
@@ -46,7 +46,7 @@ from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees, sum_over_token_ranks
 from parallelize.precision import set_product_precision
-from parallelize.rules import check_device, check_layout
+from parallelize.rules import check_device, load_job
 from parallelize.runner import Batch, Runner, build_runner
 from parallelize.sharding import align_gradients
 
@@ -103,14 +103,13 @@ class Run:
 
 
 def build(config: JobConfig, device: torch.device) -> Run:
-    """Check the layout, read the data, build the model and its optimizer at step 0."""
+    """Read the data, build the model and its optimizer at step 0."""
     set_product_precision(config.training.float32_matmul_precision, device)
     if config.debug.deterministic:
         set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
     check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
-    check_layout(config, degrees)
     datasets = build_datasets(config, sizes(config.model).vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
     whole = meta_model(config.model, config.training.dtype)
@@ -148,11 +147,11 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     print_on_rank_0("\n".join([f"continuing after step {run.step}, at sequence {run.sequences:,}", *lines]))
 
 
-def local_order(run: Run, consumed_sequences: int) -> Order:
+def local_order(run: Run, consumed_sequences: int) -> GlobalOrder:
     """Numbers of this rank's sequences from a position of the data order on; equal on ranks that share sequences."""
     seed, size = run.config.debug.seed, run.config.training.local_batch_size
     rank, ranks = batch_rank(run.mesh), run.degrees.batch_ranks
-    return Order(run.train_set, seed, run.global_batch_size, size, rank, ranks, consumed_sequences)
+    return GlobalOrder(run.train_set, seed, run.global_batch_size, size, rank, ranks, consumed_sequences)
 
 
 def local_batches(run: Run) -> Iterator[Batch]:
@@ -287,11 +286,10 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
     return code
 
 
-def main(argv: list[str]) -> int:
-    """One rank from start to end; returns its exit code."""
+def main(config: JobConfig) -> int:
+    """One rank from start to end, of a job that check_layout accepts; returns its exit code."""
     stop = StopSignal()
     keep_freed_memory()
-    config = load_config(argv)
     device = init_distributed(config.comm.init_timeout_seconds)
     rank = dist.get_rank()
     if rank == 0:
@@ -318,4 +316,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_to_exit(main, sys.argv[1:])
+    run_to_exit(lambda argv: main(load_job(argv)), sys.argv[1:])

@@ -19,7 +19,7 @@ from models.steps import AttentionInSteps
 from parallelize.mesh import Mesh
 from parallelize.padding import pad, padded_length
 from parallelize.pieces import pieces_of, rank_order, sequence_order
-from parallelize.ring import Exchange, steps_of
+from parallelize.ring import RingExchange, steps_of
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelism, seq_len: int) -> None:
@@ -64,7 +64,7 @@ class _RingCore(_Core):
 
     def __init__(self, cp: DeviceMesh, parallelism: Parallelism) -> None:
         super().__init__(cp, parallelism)
-        self.exchange = Exchange(cp.get_group(), parallelism.context_parallel_rotate_method == "allgather")
+        self.exchange = RingExchange(cp.get_group(), parallelism.context_parallel_rotate_method == "allgather")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         if self.largest_logit is not None:

@@ -71,7 +71,7 @@ def _with_documents(seen: AttentionStep, own_BS: Tensor, theirs_BS: Tensor) -> A
     return seen._replace(visible=replace(seen.visible, **documents))  # type: ignore[arg-type]
 
 
-class Exchange(NamedTuple):
+class RingExchange(NamedTuple):
     """A KeyValueSource: how keys and values go round, and their gradients come home."""
 
     group: ProcessGroup

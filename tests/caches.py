@@ -10,7 +10,7 @@ from torch import Tensor
 
 from components.config import ROOT, DataLoader
 from components.data import DataSpec, PackedSequences, TokenCache
-from components.data.loader import Order, build_loader
+from components.data.loader import GlobalOrder, build_loader
 from components.data.tokenizer import load_tokenizer
 
 TOKENIZER = str(ROOT / "assets" / "tokenizer")
@@ -58,7 +58,7 @@ def read(
     """The digests of each step's global batch of 12, in the order of ranks."""
     of_ranks = []
     for rank in range(ranks):
-        order = Order(sequences, 5, 12, local, rank, ranks, consumed)
+        order = GlobalOrder(sequences, 5, 12, local, rank, ranks, consumed)
         loader = build_loader(order, config=DataLoader(num_workers=num_workers))
         batches = islice(loader, steps * 12 // (ranks * local))
         of_ranks.append(np.array([digest for batch in batches for digest in digests(batch)]).reshape(steps, -1))

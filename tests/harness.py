@@ -48,6 +48,7 @@ from models.parameters import Uniform
 from parallelize import parallelize_model
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
+from parallelize.rules import check_layout
 from tests.figures import Observation, broken_bars, figures
 from tests.limits import TimeLimit
 from tests.ranks import Ranks, kept_ranks
@@ -139,6 +140,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
     config = load_config(argv)
+    check_layout(config, resolve_degrees(config, dist.get_world_size()))
     _forget_groups(config, case.at_end is not None)
     run = train.build(config, device)
     if config.model.lora.rank:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from components.config import ROOT, ConfigError, absolute_tables, load, load_config, to_dict
+from components.config import ROOT, ConfigError, absolute_tables, from_json, load, load_config, to_dict, to_json
 from components.config.bounds import path_argument
 from components.config.files import read_json, read_json_as
 from components.config.keys import FIELDS, describe_type
@@ -268,9 +268,10 @@ def test_a_folder_does_not_leave_the_dump_folder(key: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_recipe_loads(path: Path) -> None:
+def test_every_recipe_loads_and_travels_as_json(path: Path) -> None:
     config = load_config(["--job.config_file", str(path)])
     assert config.training.global_batch_size != -1, "a recipe trains the same at every number of ranks"
+    assert from_json(to_json(config)) == config
 
 
 def test_every_key_is_read_somewhere() -> None:

@@ -96,14 +96,14 @@ from pathlib import Path
 
 from components.config import DataLoader
 from components.data import PackedSequences, TokenCache
-from components.data.loader import Order, build_loader
+from components.data.loader import GlobalOrder, build_loader
 
 if __name__ == "__main__":
     asked = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, lambda number, frame: asked.append(number))
     sequences = PackedSequences(TokenCache(Path(sys.argv[1])), 8)
-    batches = build_loader(Order(sequences, 0, 2, 2), config=DataLoader(num_workers=2))
+    batches = build_loader(GlobalOrder(sequences, 0, 2, 2), config=DataLoader(num_workers=2))
     next(batches)
     started = time.monotonic()
     ACTION

@@ -10,7 +10,7 @@ import pytest
 
 from components.config import ConfigError
 from components.data import PackedSequences
-from components.data.loader import IGNORED, Order, build_loader, validation_batches
+from components.data.loader import IGNORED, GlobalOrder, build_loader, validation_batches
 from tests.caches import cache_of
 from tests.harness import observe
 
@@ -85,7 +85,7 @@ def test_a_new_document_begins_where_two_parts_are_joined(tmp_path: Path) -> Non
 
 def test_labels_are_tokens_shifted_and_all_are_int64(tmp_path: Path) -> None:
     sequences = PackedSequences(cache_of(tmp_path, np.arange(1000)), 9)
-    batch = next(build_loader(Order(sequences, 0, 4, 4)))
+    batch = next(build_loader(GlobalOrder(sequences, 0, 4, 4)))
     assert list(batch) == ["tokens", "labels", "positions"]
     assert {(tuple(value.shape), str(value.dtype)) for value in batch.values()} == {((4, 9), "torch.int64")}
     assert (batch["labels"] == batch["tokens"] + 1).all()

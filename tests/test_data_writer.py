@@ -13,7 +13,7 @@ import pytest
 
 from components.config import ConfigError, DataLoader
 from components.data import PackedSequences
-from components.data.loader import Order, build_loader
+from components.data.loader import GlobalOrder, build_loader
 from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, read_progress, read_wanted, start_writer
 from components.data.writer import begin, write
@@ -129,7 +129,7 @@ def test_what_cannot_be_decoded_reaches_the_rank_as_one_line(tmp_path: Path) -> 
     lines = [json.dumps({"text": text}) for text in VERSES[:50]]
     (tmp_path / "data" / "train.jsonl").write_text("\n".join([*lines, '{"text": bad', *lines]))
     with streamed(spec(tmp_path / "data", tmp_path)) as sequences:
-        batches = build_loader(Order(sequences, 0, 1, 1), config=DataLoader(num_workers=1))
+        batches = build_loader(GlobalOrder(sequences, 0, 1, 1), config=DataLoader(num_workers=1))
         with pytest.raises(ConfigError) as caught:
             next(islice(batches, 4000, None))
     assert str(caught.value).startswith(f"training data {tmp_path / 'data'}: cannot be read: ArrowInvalid: ")

@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.observe": ("components.config", "components.launch", "components.data.loader", *LAYOUT),
     "components.observe.describe": ("components.config", "components.optim.optimizer", "models", "parallelize"),
     "train": ("components", "models", "parallelize"),
-    "components.launch.rank": ("components.launch", "train"),
+    "components.launch.rank": ("components.config", "components.launch", "train"),
     "components.commands": ("components", "models", "parallelize"),
     "components.commands.dry_run": ("components", "models", "parallelize", "train"),
     "components.generate": ("components.commands.generate", "components.launch.ending"),

@@ -165,13 +165,13 @@ FAULTS = {
     ),
     "keys and values of the wrong rank": (
         "parallelize.ring",
-        "Exchange.passed_on",
+        "RingExchange.passed_on",
         "[(rank - number) % ranks]",
         "[rank]",
     ),
     "gradients of keys and values brought to the wrong rank": (
         "parallelize.ring",
-        "Exchange.brought_home",
+        "RingExchange.brought_home",
         "(rank - number) % ranks",
         "number",
     ),

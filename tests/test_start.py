@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import setproctitle
 
+import train
 from components.commands import check, start
 from components.config import ROOT, ConfigError, DataLoader, JobConfig, load_config
 from components.config.environment import set_default
 from components.data import __main__ as prepare
 from components.data.loader import build_loader
+from components.launch import rank, signals
 from components.launch import settings as settings_module
-from components.launch import signals
 from components.launch.process import shorten_temporary_folder
 from components.launch.settings import OTHERS, Settings, read_settings, with_variables
 from tests.cpu import children_seconds
@@ -191,7 +193,7 @@ def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.Monkey
     """But not among what is imported, nor while torch is."""
     seen: list[object] = []
     monkeypatch.setattr(start, "preload", lambda modules, threads: None)
-    monkeypatch.setattr(start, "check_model", lambda config, settings: seen.append(gc.isenabled()))
+    monkeypatch.setattr(start, "check_layout_and_weights", lambda config, settings: seen.append(gc.isenabled()))
     monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
     monkeypatch.setattr(
         prepare, "prepare_all", lambda config: seen.append((gc.isenabled(), gc.get_freeze_count() > 1e4))
@@ -311,3 +313,30 @@ def test_help_shows_every_key() -> None:
     assert "origins" not in done.stdout
     for name in ("--check", "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK", "PYTHON", "exit codes"):
         assert name in done.stdout
+
+
+def test_ranks_train_the_job_that_the_launcher_has_resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Also after a restart, when the job file may be another one or gone."""
+    given: list[list[str]] = []
+    seen: list[object] = []
+    words = ["--job.config_file", str(job(tmp_path, "[training]\nsteps = 7\n")), "--job.dump_folder", str(tmp_path)]
+    config = load_config(words)
+    monkeypatch.setattr(start, "preload", lambda modules, threads: None)
+    monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
+    monkeypatch.setattr(prepare, "prepare_all", lambda config: None)
+
+    def take(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:
+        given.append(argv)
+        return 0
+
+    monkeypatch.setattr(start, "start", take)
+    try:
+        assert start.main(words) == 0
+    finally:
+        gc.unfreeze()
+    (tmp_path / "job.toml").unlink()
+    monkeypatch.setattr(rank, "run_to_exit", lambda main, config: seen.append((main, config)))
+    monkeypatch.setattr(setproctitle, "setproctitle", seen.append)
+    rank.run(given[0])
+    title = f"--job.config_file {tmp_path / 'job.toml'} --job.dump_folder {tmp_path}"
+    assert seen == [f"{sys.executable} {train.__file__} {title}", (train.main, config)]

@@ -16,7 +16,17 @@ import typing
 from collections.abc import Mapping
 from pathlib import Path
 
-from components.config import EXPORTS, ROOT, ConfigError, JobConfig, RopeScaling, load_config, mistake, python_path
+from components.config import (
+    EXPORTS,
+    ROOT,
+    ConfigError,
+    JobConfig,
+    RopeScaling,
+    load_config,
+    mistake,
+    python_path,
+    to_json,
+)
 from components.config.files import writable
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
@@ -77,13 +87,13 @@ def main(argv: list[str]) -> int:
             # Meanwhile this process imports torch too, for the model's sizes.
             preload([RANK.partition(":")[0]], settings.threads)
         gc.disable()  # as in fork_server.py
-        check_model(config, settings)
+        check_layout_and_weights(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         on_cpu = config.comm.mode != "fake_backend" and not gpus()
         for warning in warnings(config, degrees, settings.ranks, on_cpu):
             print(f"warning: {warning}", file=sys.stderr)
         if config.comm.mode == "fake_backend":
-            return rehearse(settings, argv)
+            return run_dry(settings, argv)
         from components.data.__main__ import prepare_all
         from components.launch.signals import end_at_signals
 
@@ -91,7 +101,7 @@ def main(argv: list[str]) -> int:
         gc.freeze()
         gc.enable()
         prepare_all(config)
-        return start(config, settings, RANK, argv)
+        return start(config, settings, RANK, [to_json(config)])
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
         return ExitCode.CONFIG
@@ -109,7 +119,7 @@ def with_recipe(argv: list[str]) -> list[str]:
 def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
     """The job, and how ranks are started. Writes nothing. Raises ConfigError."""
     config, settings = check_job(argv, environment)
-    check_model(config, settings)
+    check_layout_and_weights(config, settings)
     return config, settings
 
 
@@ -125,7 +135,7 @@ def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfi
     return config, settings
 
 
-def check_model(config: JobConfig, settings: Settings) -> None:
+def check_layout_and_weights(config: JobConfig, settings: Settings) -> None:
     """The rest of check."""
     check_layout(config, resolve_degrees(config, settings.world_size))
     if config.comm.mode != "fake_backend":
@@ -174,7 +184,7 @@ def check_initial_weights(config: JobConfig) -> None:
         raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))
 
 
-def rehearse(settings: Settings, argv: list[str]) -> int:
+def run_dry(settings: Settings, argv: list[str]) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}

@@ -5,10 +5,12 @@ from components.config.keys import ConfigError
 from components.config.load import (
     ROOT,
     absolute_tables,
+    from_json,
     here_or_in_repository,
     load_config,
     python_path,
     to_dict,
+    to_json,
 )
 from components.config.model import Lora, Model, RopeScaling
 from components.config.outputs import Checkpoint, Profiling

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import functools
+import json
 import os
 import typing
 from collections.abc import Mapping
@@ -67,6 +68,25 @@ def load_config(argv: list[str]) -> JobConfig:
         raise ConfigError(mistakes)
     check_rules(CONTRADICTIONS, config)
     return config
+
+
+def to_json(config: JobConfig) -> str:
+    """A job that is resolved and checked, for from_json in another process."""
+    return json.dumps(dataclasses.asdict(config))
+
+
+def from_json(text: str) -> JobConfig:
+    """The job of to_json. Nothing is read or checked again: the job file may have changed meanwhile."""
+    return _table(JobConfig, json.loads(text))
+
+
+def _table(table: Any, given: dict[str, Any]) -> Any:
+    hints = _type_hints(table)
+    values = {
+        name: _table(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
+        for name, value in given.items()
+    }
+    return table(**values)
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:

@@ -15,6 +15,9 @@ import tomli
 from components.config.keys import FIELDS, ConfigError, describe_type, show, show_key
 from components.config.names import RENAMED
 
+COMMAND_LINE = "command line"
+"""Origin of a setting that no file has."""
+
 
 @dataclasses.dataclass
 class Given:
@@ -116,7 +119,7 @@ def read_overrides(argv: list[str]) -> Iterator[Given]:
                 key, raw = positive, "false"
             elif alone and key in FIELDS and FIELDS[key] is not bool:
                 raise ConfigError(f"command line: {show_key(option)}: a value is missing: {describe_type(FIELDS[key])}")
-        yield Given(key, _from_string(key, raw), "command line")
+        yield Given(key, _from_string(key, raw), COMMAND_LINE)
 
 
 def _is_unicode(word: str) -> bool:

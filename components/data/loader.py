@@ -34,7 +34,7 @@ DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
 
 
 @dataclass(eq=False)
-class Order(Sampler):
+class GlobalOrder(Sampler):
     """Yields the positions (local_batch_size,) in the global order of one rank's local batches, without end.
 
     A rank takes a contiguous share of each global batch, one local batch after another. The first position of a step
@@ -68,7 +68,7 @@ class Order(Sampler):
 class _Batches(Dataset):
     """The batch of a list of positions in the global order, as build_loader describes it."""
 
-    order: Order
+    order: GlobalOrder
     document_mask: bool
     columns: Sequence[str]
 
@@ -114,7 +114,7 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
 
 
 def build_loader(
-    order: Order, document_mask: bool = False, config: DataLoader | None = None, columns: Sequence[str] = ()
+    order: GlobalOrder, document_mask: bool = False, config: DataLoader | None = None, columns: Sequence[str] = ()
 ) -> Iterator[dict[str, Tensor]]:
     """Yields batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from components.config import ConfigError
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import end_process
 from components.launch.orphan import outlive_readers, rank_log
+
+T = TypeVar("T")
 
 
 def leave(code: int) -> NoReturn:
@@ -31,15 +33,15 @@ def leave(code: int) -> NoReturn:
     end_process(code)
 
 
-def run_to_exit(main: Callable[[list[str]], int], argv: list[str]) -> NoReturn:
-    """Runs main and ends the process with its exit code; after an error, prints a message and uses the error's code.
+def run_to_exit(main: Callable[[T], int], given: T) -> NoReturn:
+    """Runs main(given) and ends the process with its exit code, or after an error with a message and the error's code.
 
     A process that crashes (segmentation fault, abort of glibc) prints the stacks of its threads.
     """
     faulthandler.enable()
     outlive_readers()
     try:
-        code = main(argv)
+        code = main(given)
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else ExitCode.ERROR
     except ConfigError as error:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from components.config import Training
 from components.config.files import write_json
-from components.data.loader import Order, build_loader
+from components.data.loader import GlobalOrder, build_loader
 from components.launch.exit_codes import ExitCode
 from parallelize.groups import print_on_rank_0
 from parallelize.mesh import Mesh, sum_over_token_ranks
@@ -82,7 +82,7 @@ class Guards:
         self.earlier, self.last = self.last, Judgement(step, sequences, loss, norm, own_norms, numbers, copied)
         return accepted
 
-    def check(self, order_from: Callable[[int], Order], stages: Sequence[nn.Module], now: bool) -> None:
+    def check(self, order_from: Callable[[int], GlobalOrder], stages: Sequence[nn.Module], now: bool) -> None:
         """Say what was found a spike; end the run after training.max_nonfinite_steps skipped steps in a row.
 
         Called each step. It itself is read only if `now`, the step before it always. order_from: the sequences of this
@@ -181,7 +181,7 @@ def _tell_spike(step: int, spike: float, loss: float, norm: float, highest_loss:
         )
 
 
-def write_evidence(judgement: Judgement, order: Order, stages: Sequence[nn.Module], folder: Path) -> None:
+def write_evidence(judgement: Judgement, order: GlobalOrder, stages: Sequence[nn.Module], folder: Path) -> None:
     """Write what this rank saw in a step: rank_R.safetensors (its sequences) and rank_R.json (its numbers).
 
     order: from the step's first sequence on. Tensors are those of a batch, each (sequences, seq_len).

@@ -154,7 +154,7 @@ def listed(there: list[Saved]) -> str:
     return ", ".join(str(saved.step) for saved in sorted(there, key=lambda saved: saved.step)) or "none"
 
 
-def inside(folder: Path, name: str) -> Path:
+def path_inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder. Raises ConfigError unless it is a plain file of that folder, and OSError."""
     if Path(name).name != name or name == ".." or "\0" in name:
         raise ConfigError(f"{folder} is refused: {name!r} is not the name of a file in it")
@@ -167,9 +167,9 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def read_inside(folder: Path, name: str) -> bytes | None:
-    """A file's bytes, None if the folder does not list it. Raises ConfigError as inside does, and OSError."""
+    """A file's bytes, None if the folder does not list it. Raises ConfigError as path_inside does, and OSError."""
     try:
-        path = inside(folder, name)
+        path = path_inside(folder, name)
         content = patiently(path, path.read_bytes)
         refuse_pointer(path, content)
         return content
@@ -213,7 +213,7 @@ def _first_fault(folder: Path, files: dict[str, list], names: list[str], hashes:
     for name in names:
         size, expected = files[name]
         try:
-            path = inside(folder, name)
+            path = path_inside(folder, name)
             actual, found = patiently(path, partial(digest, path)) if hashes else (path.stat().st_size, expected)
         except FileNotFoundError:
             if name in patiently(folder, lambda: os.listdir(folder)):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from components.config import ConfigError
 from components.config.files import patiently, refuse_pointer
-from components.state.folder import Fault, inside, manifest, read_inside
+from components.state.folder import Fault, manifest, path_inside, read_inside
 from components.state.metadata import files_of, parse
 from components.state.packed import to_fill
 from models.nf4 import is_packed, scales_of, unpacked_shape
@@ -59,7 +59,7 @@ def open_reader(folder: Path, group: dist.ProcessGroup | None = None, foreign: b
         if raw is None or isinstance(files, Fault):
             raise ConfigError(f"{folder} is refused: {'no .metadata in it' if raw is None else files}")
         for name in files_of(_parsed(folder, raw)):
-            path = inside(folder, name)
+            path = path_inside(folder, name)
             if foreign:
                 refuse_pointer(path)
             elif name not in files:

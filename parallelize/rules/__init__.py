@@ -1,9 +1,10 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
+import os
 from collections.abc import Callable
 
-from components.config import JobConfig, Rule, check_rules
-from parallelize.mesh import Degrees, global_batch_size
+from components.config import JobConfig, Rule, check_rules, load_config
+from parallelize.mesh import Degrees, global_batch_size, resolve_degrees
 from parallelize.rules import compile, expert, model, pipeline, tensor
 from parallelize.rules.device import DEVICE_RULES, Device
 from parallelize.rules.names import NAMES
@@ -257,6 +258,13 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
     for rule in FIRST:
         check_rules([rule], config, degrees)
     check_rules(RULES, config, degrees)
+
+
+def load_job(argv: list[str]) -> JobConfig:
+    """The job of a process that ./run_train.sh has not started, one of WORLD_SIZE. Raises ConfigError."""
+    config = load_config(argv)
+    check_layout(config, resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1"))))
+    return config
 
 
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: bool) -> list[str]:

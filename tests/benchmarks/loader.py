@@ -10,7 +10,7 @@ from pathlib import Path
 
 from components.config import ROOT
 from components.data import DataSpec, PackedSequences, prepare
-from components.data.loader import Order, build_loader
+from components.data.loader import GlobalOrder, build_loader
 
 SEQ_LEN, BATCH, BATCHES, COPIES = 256, 4, 5000, 4
 
@@ -26,7 +26,7 @@ def main() -> None:
             ("all", PackedSequences(cache, SEQ_LEN)),
             ("train", PackedSequences(cache, SEQ_LEN, "train", 0.05)),
         ):
-            batches = build_loader(Order(sequences, 0, BATCH, BATCH))
+            batches = build_loader(GlobalOrder(sequences, 0, BATCH, BATCH))
             next(batches)
             started = time.perf_counter()
             tokens = sum(batch["tokens"].numel() for batch in islice(batches, BATCHES))

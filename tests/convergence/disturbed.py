@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import train
 from components.commands import start
+from components.config import from_json
 from components.launch.ending import run_to_exit
 
 
@@ -63,7 +64,7 @@ def run_rank(argv: list[str]) -> None:
     """One rank of the disturbed run."""
     kind, seed = os.environ["DISTURB"].split()
     disturb(kind, int(seed))
-    run_to_exit(train.main, argv)
+    run_to_exit(train.main, from_json(argv[0]))
 
 
 if __name__ == "__main__":

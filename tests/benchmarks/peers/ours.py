@@ -8,6 +8,7 @@ import train
 from components.launch.ending import run_to_exit
 from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
+from parallelize.rules import load_job
 from tests.benchmarks.peers.clock import Clock, Job, job
 from tests.small import RECIPE
 
@@ -70,7 +71,7 @@ def main() -> None:
         return step(*arguments)
 
     vars(train)["train_step"] = timed
-    run_to_exit(train.main, words(given))
+    run_to_exit(train.main, load_job(words(given)))
 
 
 if __name__ == "__main__":
