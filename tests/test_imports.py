@@ -18,6 +18,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "models": (),
     "parallelize": ("components.config", "models"),
     "parallelize.rules": ("components.config", "models", "parallelize"),
+    "parallelize.layouts": ("components.config", "parallelize"),
     "components.launch": ("components.config", *LAYOUT),
     "components.optim": ("components.config", "models.parameters", "models.random_bits", *LAYOUT),
     "components.data": ("components.config", "components.launch", *LAYOUT),

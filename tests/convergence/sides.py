@@ -4,7 +4,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import subprocess
@@ -17,22 +16,15 @@ from typing import Any
 from components.commands.start import gpus
 from components.config import ROOT, ConfigError, JobConfig, load_config
 from components.observe.report import read_rows
+from parallelize.layouts import KEYS, Layout, fixed_batch, layout_of, take_degree
 from parallelize.mesh import Degrees, draw_layout, minimum_ranks, resolve_degrees
 from parallelize.rules import check_layout
 
 DISTURBED = Path(__file__).with_name("disturbed.py")
 SERIES = ("loss", "grad_norm")
 """What has to be the same at every step."""
-_KEYS = {
-    "pp": "pipeline_parallel_degree",
-    "ddp": "data_parallel_replicate_degree",
-    "fsdp": "data_parallel_shard_degree",
-    "cp": "context_parallel_degree",
-    "tp": "tensor_parallel_degree",
-    "ep": "expert_parallel_degree",
-}
 _HELP = (
-    f"expected a layout ({', '.join(f'{word} 2' for word in _KEYS)}, hsdp 2x2, or own for the recipe's), resume 10, "
+    f"expected a layout ({', '.join(f'{word} 2' for word in KEYS)}, hsdp 2x2, or own for the recipe's), resume 10, "
     "REVISION@, a recipe or --table.key value"
 )
 
@@ -56,8 +48,7 @@ class Side:
     def argv(self, folder: Path, steps: int, settings: tuple[str, ...] = ()) -> list[str]:
         """The command line of this side: `settings` are those of all sides."""
         config = load_config(["--job.config_file", str(self.recipe), *settings, *self.overrides])
-        if config.training.global_batch_size == -1:
-            raise ConfigError("training.global_batch_size is unset: it would be another one at each layout; set it")
+        fixed_batch(config)
         schedule = config.lr_scheduler
         # The recipe's whole schedule, made shorter: warm-up, decay and all.
         warmup = max(1, round(schedule.warmup_steps * steps / (schedule.total_steps or config.training.steps)))
@@ -71,10 +62,9 @@ class Side:
             "job.dump_folder": folder,
         }
         if self.degrees:
-            degrees = zip(_KEYS.values(), astuple(self.degrees), strict=True)
-            given |= {f"parallelism.{key}": degree for key, degree in degrees}
-            share = config.training.global_batch_size // self.degrees.batch_ranks
-            given["training.local_batch_size"] = min(share, config.training.local_batch_size)
+            layout = Layout(self.degrees)
+            given |= layout.settings
+            given["training.local_batch_size"] = layout.given_to(config).training.local_batch_size
         words = [word for key, value in given.items() for word in (f"--{key}", str(value))]
         return ["--job.config_file", str(self.recipe), *words, *settings, *self.overrides]
 
@@ -114,13 +104,13 @@ def parse(text: str, recipe: Path) -> Side:
     given: dict[str, Any] = {}
     overrides: list[str] = []
     while words:
+        if not overrides and take_degree(words, degrees):
+            continue
         word = words.pop(0)
         if overrides or word.startswith("--"):
             overrides.append(word)
-        elif word in (*_KEYS, "resume") and words and words[0].isdecimal():
-            (given if word == "resume" else degrees)[word] = int(words.pop(0))
-        elif word == "hsdp" and words and re.fullmatch(r"\d+x\d+", words[0]):
-            degrees["ddp"], degrees["fsdp"] = map(int, words.pop(0).split("x"))
+        elif word == "resume" and words and words[0].isdecimal():
+            given["resume"] = int(words.pop(0))
         elif word == "own":
             given["degrees"] = None
         elif word.endswith("@"):
@@ -128,12 +118,9 @@ def parse(text: str, recipe: Path) -> Side:
             given["tree"] = checkout(given["revision"])
         elif word.endswith(".toml"):
             recipe = Path(word)
-        elif (word, words[:1]) != ("one", ["rank"]):
-            raise ConfigError(f'side "{text}": {word}: {_HELP}')
         else:
-            words.pop(0)
-    ordered = (degrees.get(name, 1) for name in _KEYS)
-    given = {"degrees": Degrees(*ordered)} | given
+            raise ConfigError(f'side "{text}": {word}: {_HELP}')
+    given = {"degrees": layout_of(degrees).degrees} | given
     if "tree" in given and recipe.absolute().is_relative_to(ROOT):
         recipe = given["tree"] / recipe.absolute().relative_to(ROOT)
     return Side(text, recipe, overrides=tuple(overrides), **given)
@@ -202,7 +189,7 @@ def read_curve(side: Side, folder: Path) -> Curve:
         about["git"] = {"revision": side.revision, "dirty": False}
     columns = {name: [math.nan if row[name] is None else row[name] for row in rows] for name in SERIES}
     parallelism = about["config"]["parallelism"]
-    degrees = side.degrees or Degrees(*(parallelism[key] for key in _KEYS.values()))
+    degrees = side.degrees or Degrees(*(parallelism[key] for key in KEYS.values()))
     return Curve(
         side.text,
         **columns,
