@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from components.config import ROOT
 from components.observe.metrics import git_revision
 from tests.benchmarks.peers.sides import NO_LAYOUT, install, measure
@@ -118,6 +120,8 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--turns", type=int, default=3)
     options = parser.parse_args()
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        print("this CPU has no instructions for bfloat16: those rows take hours; --only float32 leaves them out")
     install()
     results: Results = {}
     chosen = [row for row in ROWS if options.only in row.name]
