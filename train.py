@@ -290,7 +290,7 @@ def main(config: JobConfig) -> int:
     """One rank from start to end, of a job that check_layout accepts; returns its exit code."""
     stop = StopSignal()
     keep_freed_memory()
-    device = init_distributed(config.comm.init_timeout_seconds)
+    device = init_distributed(config.comm.init_timeout_seconds, config.comm.share_gpus)
     rank = dist.get_rank()
     if rank == 0:
         lock_folder(config)

@@ -302,6 +302,7 @@ CONTRADICTIONS = [
 """Words of the command line that contradict each other, and the key that the mistake names."""
 LACKING: list[tuple[str, dict[str, Any], str]] = [
     ("--comm.mode fake_backend", {}, "comm.mode"),
+    ("--comm.share_gpus", {}, "comm.share_gpus"),
     ("--compile.enable", {"torch_path": "/a folder/torch"}, "compile.backend"),
     ("--profiling.enable_memory_snapshot", {}, "profiling.enable_memory_snapshot"),
     ("--parallelism.enable_async_tensor_parallel", {}, "parallelism.enable_async_tensor_parallel"),

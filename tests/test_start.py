@@ -45,8 +45,19 @@ def test_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "gpus", lambda: 8)
     assert settings().ranks == 8
     assert settings(NGPU="1").ranks == 1
-    with pytest.raises(ConfigError, match='NGPU = "16": this node has 8 GPUs'):
+    with pytest.raises(ConfigError, match=r'NGPU = "16": this node has 8 GPUs.*--comm.share_gpus'):
         start.check([], {"NGPU": "16"})
+
+
+def test_ranks_that_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (settings_module, start):
+        monkeypatch.setattr(module, "gpus", lambda: 2)
+    shared = load_config(["--comm.share_gpus", "--parallelism.tensor_parallel_degree", "4"])
+    assert settings(shared).ranks == 4
+    assert settings(load_config(["--comm.share_gpus", "--parallelism.data_parallel_shard_degree", "1"])).ranks == 2
+    start.check_devices(shared, settings(shared), {})
+    with pytest.raises(ConfigError, match=r"comm.share_gpus = true: .* not of NNODES=2"):
+        start.check_devices(shared, settings(shared, NNODES="2", RDZV_ENDPOINT="a:1"), {})
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,8 @@ def _memory_gib(settings: Settings) -> float:
     if gpus():
         import torch
 
-        return torch.cuda.get_device_properties(0).total_memory / _GIB
+        sharing = -(-settings.ranks // gpus())
+        return torch.cuda.get_device_properties(0).total_memory / _GIB / sharing
     try:
         left = re.search(r"MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text())
     except OSError:

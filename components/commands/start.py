@@ -148,7 +148,11 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
     if len(re.findall(r"(?:^|,) *(?:\d|GPU-|MIG-)", visible)) > gpus():
         reason = f"torch can use {gpus()} of these devices; {hint}"
         raise ConfigError(wrong(environment, "CUDA_VISIBLE_DEVICES", reason))
-    if 0 < gpus() < settings.ranks:
+    if config.comm.share_gpus and settings.nodes > 1:
+        reason = f"ranks share the GPUs of one node alone, not of NNODES={settings.nodes}; use false"
+        raise ConfigError(mistake(config, "comm.share_gpus", reason))
+    if 0 < gpus() < settings.ranks and not config.comm.share_gpus:
+        hint += "; --comm.share_gpus lets ranks share them, slowly"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     check_device(config, (9, 0) if gpus() else None)
 

@@ -264,6 +264,9 @@ class Comm:
 
     mode: Literal["default", "fake_backend"] = "default"
     """fake_backend: a dry run of one step in one process, for any number of ranks (docs/dry_run.md)."""
+    share_gpus: bool = False
+    """Ranks of one node share its GPUs where there are fewer: to try a layout on the GPUs at hand. Slow, because ranks
+    exchange all messages through sockets; mfu is unknown."""
     init_timeout_seconds: Seconds = 300
     """Timeout of a collective until the end of the first step."""
     train_timeout_seconds: Seconds = 100

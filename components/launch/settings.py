@@ -121,10 +121,16 @@ def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
 
 
 def _default_ranks(config: JobConfig, nodes: int) -> int:
-    """Number of GPUs of this node; on CPU the number of ranks that the layout needs, or 2 if any number works."""
+    """Number of GPUs of this node; on CPU the number of ranks that the layout needs, or 2 if any number works.
+
+    Ranks that may share GPUs are as many as the layout needs, if there are fewer GPUs.
+    """
     needed, degrees = minimum_ranks(config), config.parallelism
     any_number = -1 in (degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree)
-    return gpus() or (2 if any_number and needed == 1 else max(1, needed // nodes))
+    least = 2 if any_number and needed == 1 else max(1, needed // nodes)
+    if config.comm.share_gpus:
+        return max(gpus(), least)
+    return gpus() or least
 
 
 def gpus() -> int:

@@ -52,7 +52,7 @@ class Metrics:
         self.config, self.device, self.flops_per_token = config, device, flops_per_token
         self.folder = Path(config.job.dump_folder)
         self.rank = rank
-        self.peak = peak_flops(_device_name(device))
+        self.peak = None if config.comm.share_gpus else peak_flops(_device_name(device))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.trackers: list[Tracker] = []
         self.rows = self.folder / "metrics.jsonl"

@@ -71,6 +71,11 @@ DEVICE_RULES = [
         "train.py trains; a dry run is started by ./run_train.sh",
     ),
     _lacking(
+        "comm.share_gpus",
+        lambda job, device: job.comm.share_gpus and device.cuda is None,
+        "there are no GPUs to share; use false",
+    ),
+    _lacking(
         "compile.backend",
         _inductor_misfit,
         "on the CPU it cannot link with a torch whose path has a space: {torch_path}",
