@@ -1,4 +1,4 @@
-"""Random bits as a pure function of words (for example a seed and a name) and an index; no generator has a state."""
+"""Random bits as a pure function of words (for example a seed and a name) and an index, without a generator."""
 
 import hashlib
 

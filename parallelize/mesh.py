@@ -34,7 +34,7 @@ class Degrees:
     cp: int = 1
     tp: int = 1
     ep: int = 1
-    """Ranks that share the experts of a layer: the ranks of fsdp x tp once more, as efsdp x ep."""
+    """Ranks that divide the experts of a layer. The mesh efsdp x ep has the same ranks as fsdp x tp."""
 
     @property
     def world_size(self) -> int:
@@ -61,7 +61,10 @@ def minimum_ranks(config: JobConfig) -> int:
 
 
 def resolve_degrees(config: JobConfig, world_size: int) -> Degrees:
-    """The degrees for world_size ranks. Raises ConfigError, with the nearest layouts that fit, for another product."""
+    """The degrees for world_size ranks.
+
+    Raises ConfigError if the product of the degrees is not world_size. The message has the nearest layouts that fit.
+    """
     given = {name: getattr(config.parallelism, key) for name, key in _KEYS.items()}
     needed = minimum_ranks(config)
     free = next((name for name, size in given.items() if size == -1), None)
@@ -136,7 +139,7 @@ class Mesh:
         return self._slices[names]
 
     def _on_demand(self, names: tuple[str, ...]) -> DeviceMesh:
-        """The same ranks by other dimensions. First asked for by all ranks: it makes groups."""
+        """The mesh of the same ranks with these dimensions. All ranks make the first call, because it makes groups."""
         if names[-1] not in self._made:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -148,7 +151,7 @@ class Mesh:
         return self._made[names[-1]]
 
     def groups(self) -> dict[str, ProcessGroup]:
-        """The process group of each dimension that this rank is in; of experts and holders once they are asked for."""
+        """This rank's process group by dimension. Those of experts and holders are there only once made."""
         names = ["pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp"]
         names += [name for name in ("efsdp", "ep", "holders") if name in self._made]
         return {name: self[name].get_group() for name in names}
@@ -215,7 +218,7 @@ def _shared_experts(degrees: Degrees, pipeline_first: bool) -> tuple[list[list[s
 
 
 def batch_rank(mesh: Mesh) -> int:
-    """The number of this rank's part of the global batch, of Degrees.batch_ranks parts."""
+    """The number of this rank's part of the global batch, which has Degrees.batch_ranks parts."""
     shard = mesh["dp_shard"]
     return mesh["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
 

@@ -73,7 +73,7 @@ def _by_table(orders: Order, stages: list[Stage], options: dict[str, Any]) -> An
 
 
 def share_of_loss(loss: Tensor, divisor: int) -> Tensor:
-    """A batch's summed loss over the divisor of the global batch, so that gradients of all batches only add up.
+    """A batch's summed loss divided by the divisor of the global batch. Gradients of all batches are then only summed.
 
     A loss that is not finite makes every gradient NaN, on whichever rank knows the loss.
     """
@@ -93,12 +93,12 @@ class Pipeline:
             stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
         }
         if device.type == "cuda":
-            # All ranks of a group make its NCCL communicator in its first call: later ones may be of two ranks alone.
+            # All ranks make the group's NCCL communicator in its first call, because later calls may be of two alone.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))
         self.micro_batches = config.training.local_batch_size // parallelism.pipeline_parallel_microbatch_size
-        """In one call of forward_backward, each of all parts of its sequences."""
+        """Micro-batches of one call of forward_backward. A micro-batch has all parts of its sequences."""
         self._splits = parallelism.pipeline_parallel_sequence_splits
         """Parts of each sequence."""
         self.passes = self.micro_batches * self._splits
@@ -136,7 +136,7 @@ class Pipeline:
         """Stage -> table of a tied embedding."""
         for number, module in self._modules.items():
             if module.config.tie_embeddings and number in (0, self._count - 1):  # type: ignore[union-attr]
-                # .weight may be a copy in bfloat16.
+                # From parameters(), because .weight may be a copy in bfloat16.
                 (self._tables[number],) = module.get_submodule("tok_embeddings").parameters()
                 self._tables[number].copied_from_another_stage = module.copies_embedding
 
@@ -158,7 +158,7 @@ class Pipeline:
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
     def _add_up_tied(self) -> None:
-        """Give both ends the sum of the gradients that they have of a tied table. Each adds two: bits are equal."""
+        """Give both copies of a tied table the sum of their gradients. Both add the same two, so bits are equal."""
         own = [local_part(table.grad)[1] for table in self._tables.values() if table.grad is not None]
         if len(own) == 2:
             own[1].copy_(own[0].add_(own[1]))
@@ -188,7 +188,7 @@ class Pipeline:
         return hidden if self._count - 1 in self._modules else torch.zeros((), device=self._device)
 
     def _broadcast(self, hidden: Tensor, stage: int, batch_shape: torch.Size) -> Tensor:
-        """Send a stage's hidden state to all ranks; its shape only the first time that a batch has this shape."""
+        """Send a stage's hidden state to all ranks. Its shape is sent only for the first batch of each batch_shape."""
         source = self._owner[stage]
         if batch_shape not in self._hidden:
             told: list[Any] = [(hidden.shape, hidden.dtype)]

@@ -1,6 +1,6 @@
-"""Ring attention (arXiv:2310.01889): own queries, and the keys and values of one rank after another.
+"""Ring attention (arXiv:2310.01889): a rank's queries attend to the keys and values of one rank after another.
 
-Each rank's keys and values are a part of the steps (models/steps.py). Shapes are named as in models/layers.py.
+Each part, as models/steps.py has it, is one rank's keys and values. Shapes are named as in models/layers.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ def steps_of(
 ) -> list[list[AttentionStep]]:
     """The steps of a rank over its own keys, then over those of the rank before it, and so on.
 
-    whole: of the sequence. documents: (B, S) of each rank.
+    whole: the Visible of the whole sequence. documents: document ids (B, S) of each rank's tokens.
     """
     steps = []
     for number in range(ranks):
@@ -37,8 +37,9 @@ def steps_of(
 
 
 def _without_window(rank: int, source: int, balanced: bool, length: int, device: torch.device) -> AttentionStep:
-    """Queries that see a part of the source's keys as a whole, or all of their own keys up to their place.
+    """The step over the source's keys, without a window.
 
+    Over the rank's own keys the step is causal. Over another rank's keys, every query of the step sees every key.
     Balanced, the first half of a rank's tokens is from the head of the sequence, the second half from its tail.
     """
     everything, head, tail = slice(0, length), slice(0, length // 2), slice(length // 2, length)
@@ -72,11 +73,11 @@ def _with_documents(seen: AttentionStep, own_BS: Tensor, theirs_BS: Tensor) -> A
 
 
 class RingExchange(NamedTuple):
-    """A KeyValueSource: how keys and values go round, and their gradients come home."""
+    """A KeyValueSource that passes keys and values round the ring, and gradients back to the rank of the keys."""
 
     group: ProcessGroup
     gathers: bool
-    """In one message of all ranks, or from neighbour to neighbour."""
+    """True: one all-gather, and one reduce-scatter of gradients. False: messages from neighbour to neighbour."""
 
     def passed_on(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields this rank's keys and values, then each previous rank's; the next transfer overlaps."""
@@ -97,7 +98,7 @@ class RingExchange(NamedTuple):
         yield k, v
 
     def brought_home(self, gradients: Iterable[Tensor]) -> Tensor:
-        """The sum over ranks of what belongs to this rank; gradients come in the order of passed_on."""
+        """The gradient of this rank's keys and values, summed over ranks. gradients: in the order of passed_on."""
         from torch.distributed import _functional_collectives as collectives
 
         rank, ranks = self.group.rank(), self.group.size()

@@ -34,7 +34,7 @@ from parallelize.sharding import own_slice
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split the model by the plan. Raises ValueError for a pattern or a parameter that is left over."""
+    """Split the model by the plan. Raises ValueError for a pattern without module or a parameter without pattern."""
     tp = mesh["tp"]
     if tp.size() == 1:
         return
@@ -82,7 +82,7 @@ class KeyValueHeads(ColwiseParallel):
     """A projection to key or value heads, split by heads. Where ranks outnumber heads, each holds all, and uses one.
 
     Takes (B, S, D), the same on all ranks; gives (B, S, heads of this rank x K). Ranks that use the same head have
-    queries of their own: the gradients of all ranks are partial sums.
+    different queries, so the gradients of all ranks are partial sums.
     """
 
     heads = 0
@@ -143,7 +143,7 @@ class ForOwnHeads(ParallelStyle):
 
 
 class RowsOfOwnHeads(ParallelStyle):
-    """A projection to heads, split by heads, of what ForOwnHeads gives: the gradient of its input is a partial sum."""
+    """A projection to heads, split by heads, of an output of ForOwnHeads. Its input's gradient is a partial sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_rows(module, device_mesh)
@@ -156,14 +156,14 @@ class RowsOfOwnHeads(ParallelStyle):
 
 
 def _with_adapter(module: nn.Module, x: Tensor, out: Tensor, first: int = 0) -> Tensor:
-    """A rank's own part of W x, and what the adapter adds to it, if there is one; first: of the columns that x has."""
+    """out, a rank's part of W x, plus the adapter's product, if any. first: index of x's first column."""
     if not isinstance(module, AdaptedLinear):
         return out
     return out + module.added(x, _own(module.lora_A), _own(module.lora_B), first)
 
 
 def _taken(module: FrozenLinear) -> dict[str, nn.Parameter]:
-    """The adapter's matrices, which the module has no more: styles know weights and biases alone."""
+    """Takes the adapter's matrices out of the module, because styles know weights and biases alone; returns them."""
     matrices = {name: each for name, each in module.named_parameters(recurse=False) if is_adapter(name)}
     for name in matrices:
         delattr(module, name)
@@ -171,9 +171,9 @@ def _taken(module: FrozenLinear) -> dict[str, nn.Parameter]:
 
 
 def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
-    """Let each rank multiply with its part of a frozen weight, and of an adapter, split to match: columns of the weight
-    are A's (r, in), rows are B's (out, r).
+    """Let each rank multiply with its part of a frozen weight and of its adapter.
 
+    If the weight is split by columns, so is A (r, in). If the weight is split by rows, so is B (out, r).
     The adapter's product is added to the rank's own part of W x, so it exchanges no activation of its own. The factor
     that is not split gets partial-sum gradients.
     """
@@ -211,7 +211,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def partial_sum(whole: Any) -> Tensor:
-    """A tensor that is the same on all ranks, for what each computes of its own: gradients are partial sums."""
+    """The local tensor of a DTensor that every rank holds whole. Each rank's gradient is a partial sum."""
     return whole.to_local(grad_placements=[Partial()]) if isinstance(whole, DTensor) else whole
 
 
@@ -261,7 +261,7 @@ class VocabularyParallelHead(ParallelStyle):
         def forward(x_BSD: Tensor, labels_BS: Tensor | None = None, **columns: Tensor) -> Tensor:
             if not isinstance(x_BSD, DTensor):
                 x_BSD = DTensor.from_local(x_BSD, device_mesh, [self.input_layout], run_check=False)
-            # Its gradient is a partial sum on each rank: over that rank's rows of the vocabulary.
+            # The gradient is a partial sum, because each rank computes with its own rows of the vocabulary.
             whole = x_BSD.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
             if labels_BS is not None:
                 return module.loss(whole, _rows(module, device_mesh), labels_BS, columns)
@@ -278,7 +278,7 @@ def split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of the table; as many on each rank: where rows are missing, zeros that no softmax sees."""
+    """This rank's rows of the table, padded with zeros to equally many on each rank. No softmax sees the padding."""
     weight = module.weight
     assert isinstance(weight, DTensor)
     rows = weight.to_local()
@@ -309,7 +309,7 @@ def vocabulary_parallel_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh
 
 
 def gathered_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> Probabilities:
-    """The same, but every rank gathers the logits and computes the whole softmax."""
+    """As vocabulary_parallel_softmax, but every rank gathers the logits and computes the whole softmax."""
     found, columns = softmax(_gathered(logits, mesh)[:, :vocabulary], labels), logits.shape[1]
     padded = F.pad(found.values, (0, mesh.size() * columns - vocabulary))
     column, is_here = _own_columns(labels, mesh, columns)

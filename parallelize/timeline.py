@@ -26,7 +26,7 @@ from parallelize.tables import Box, Order, Step, order_of_parts, read_table, sim
 def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> Order:
     """The steps of each rank, in order. Raises ValueError for a number of micro-batches that the schedule refuses.
 
-    stages_a_rank counts where the schedule allows more than two.
+    stages_a_rank is used only if the schedule allows more than two stages a rank.
     """
     import torch.distributed as dist
     from torch.distributed.pipelining import PipelineStage
@@ -45,7 +45,7 @@ def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> O
         orders = [_steps(made.pipeline_order[rank]) for rank in range(pp)]
     finally:
         dist.destroy_process_group()
-    # torch runs these schedules without a table; the one of 1F1B begins the last rank's forwards at micro-batch 1.
+    # torch runs one-stage schedules without their tables. 1F1B's begins the last rank's forwards at micro-batch 1.
     return [_forwards_from_0(order) for order in orders] if schedule.one_stage else orders
 
 
@@ -72,7 +72,7 @@ def idle(boxes: list[Box]) -> float:
 def most_alive(boxes: list[Box], rank: int) -> int:
     """The largest number of (stage, micro-batch) whose activations a rank holds at once."""
     mine = [box for box in boxes if box.rank == rank]
-    # The gradient of weights frees them. Sorting puts -1 first: at one time, ends come before starts.
+    # The gradient of weights frees activations. At equal times -1 sorts first, so ends come before starts.
     freed = [(box.end, -1) for box in mine if box.kind in ("B", "W")]
     changes = sorted(freed + [(box.start, 1) for box in mine if box.kind == "F"])
     return max(itertools.accumulate(change for _, change in changes))
@@ -85,8 +85,9 @@ _WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "grad
 def draw(timelines: dict[str, list[Box]], path: Path, parts: Mapping[str, int] = MappingProxyType({})) -> None:
     """A PNG with a panel for each schedule: a row for each rank, time to the right, micro-batches as numbers.
 
-    The unit of time is one forward of all layers of a rank, in every panel; a rank's later stages are paler. parts: of
-    each sequence, where the numbers are those of parts.
+    The unit of time is one forward of all layers of a rank, in every panel; a rank's later stages are paler.
+
+    parts: schedule -> the parts of each sequence, if this schedule's numbers are those of parts.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""`./run_train.sh --check [usual words]`: all that can be known before a run, as a list of ticks and crosses.
+"""`./run_train.sh --check [usual arguments]`: all that can be known before a run, as a list of ticks and crosses.
 
 Starts no ranks and leaves nothing behind. If a check fails, the others still run, except those that need it.
 """
@@ -110,7 +110,7 @@ def _own(job: Job, path: str | None) -> str:
         reason = f"no permission to write in {spec.cache_folder}, and {spec.path} is not tokenized there yet"
         raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
-    # A token has at least one byte; what a compressed file holds is not known before it is read.
+    # A token has at least one byte. The bytes in a compressed file are not known before the file is read.
     known = path is None and not any(ending(file) == ".parquet" for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
@@ -177,7 +177,7 @@ def memory(job: Job) -> str:
 
 
 def _memory_gib(settings: Settings) -> float:
-    """Memory for a rank: of its GPU, or its share of what this node has left."""
+    """Memory for one rank: all of its GPU's memory, or its share of the memory that is available on this node."""
     if gpus():
         import torch
 
@@ -192,7 +192,7 @@ def _memory_gib(settings: Settings) -> float:
 
 
 def port(job: Job) -> str:
-    """The port of RDZV_ENDPOINT is free here, or the node that has it can be found."""
+    """RDZV_ENDPOINT has a free port of this node, or its host name resolves to the address of another node."""
     if not job.settings.endpoint:
         return "one node takes a port that is free"
     host, _, number = job.settings.endpoint.rpartition(":")
@@ -238,7 +238,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "port": port,
     "clock": clock,
 }
-"""Checks beside the configuration, in this order: each returns its finding, or raises ConfigError."""
+"""Checks that follow that of the configuration, in this order. Each returns its finding, or raises ConfigError."""
 NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
 """Check -> the check that it needs."""
 

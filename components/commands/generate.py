@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 -m components.generate FOLDER "In the beginning"
 
 Runs on one device, or with each matrix split over all ranks that torchrun starts. Each token passes through the model
-once: attention keeps the keys and values of earlier tokens. The model's code knows nothing of this cache.
+once, because attention keeps the keys and values of earlier tokens. The model's code knows nothing of this cache.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def _open_hugging_face(folder: Path, given_tokenizer: str | None) -> Source:
     except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
     check_weights(model, folder)
-    # tokenizer.json first: it says which tokens begin and end a text, a rank file does not.
+    # tokenizer.json first, because it says which tokens begin and end a text. A tiktoken rank file does not say this.
     own = folder / "tokenizer.json" if (folder / "tokenizer.json").exists() else folder
     said = f"{name} from {folder}{left_out(model, folder)}"
     return Source(name, model, given_tokenizer or str(own), said, lambda model: load_weights([model], folder))
@@ -111,7 +111,7 @@ def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module
     """
     ranks, sizes = dist.get_world_size(), source.model.config
     check_ranks(sizes, ranks)
-    # One token cannot be split along the sequence. Weights have the dtype already, so nothing is cast.
+    # No sequence parallel, because one token cannot be split. Weights already have the dtype, so nothing is cast.
     config = JobConfig(
         parallelism=Parallelism(tensor_parallel_degree=ranks, sequence_parallel=False),
         training=Training(mixed_precision_param=str(dtype).removeprefix("torch.")),  # type: ignore[arg-type]
@@ -139,7 +139,7 @@ def check_ranks(sizes: Any, ranks: int) -> None:
 class CachedCore(AttentionCore):
     """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K).
 
-    No kernel is compiled: each token has another number of keys.
+    No kernel is compiled, because each token sees another number of keys.
     """
 
     kernel = KERNELS["sdpa"]
@@ -168,7 +168,7 @@ class CachedCore(AttentionCore):
 def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int]) -> Iterator[int]:
     """The tokens that follow a prompt, without end; choose picks a token from its logits (V,), float32 on the CPU.
 
-    Every rank gets the same logits. The model's attention cores are replaced: one prompt at a time.
+    Every rank gets the same logits. Each call replaces the attention cores, so one prompt runs at a time.
     """
     for module in [*model.modules()]:
         if isinstance(getattr(module, "core", None), AttentionCore):
@@ -186,9 +186,9 @@ def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """A token drawn by logits (V,) / temperature from the likeliest with total probability top_p (arXiv:1904.09751).
+    """A token drawn from the softmax of logits (V,) / temperature. Temperature 0 always gives the likeliest token.
 
-    With temperature 0 always the likeliest token.
+    Only the likeliest tokens, whose probabilities add up to top_p, can be drawn (arXiv:1904.09751).
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -198,11 +198,11 @@ def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Ge
 
 
 def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) -> Iterator[str]:
-    """The text of tokens that follow a prompt, in pieces; a character waits for the last of its bytes."""
+    """Yields the text of the tokens that follow a prompt. Each character is held back until its last byte is there."""
     ids, start, said = [*prompt], 0, len(prompt)
     for token in tokens:
         ids.append(token)
-        # Decoded with earlier tokens: some tokenizers leave out the space of a first word.
+        # Tokens are decoded with earlier ones, because some tokenizers leave out the space before a first word.
         before, text = tokenizer.decode(ids[start:said]), tokenizer.decode(ids[start:])
         if not text.endswith("\ufffd"):
             yield text[len(before) :]

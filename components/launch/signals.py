@@ -1,8 +1,8 @@
 """Meanings of signals for the launcher and its ranks, and agreement of ranks on a stop without waiting.
 
 SIGTERM, SIGINT, SIGUSR1       save and stop; the launcher passes SIGHUP on as SIGTERM
-another within 5 seconds       ignored as the same request, because a cluster may signal the launcher and its ranks, to
-                               which the launcher passes its signal on; a terminal and a wrapper may both send a Ctrl-C
+another within 5 seconds       ignored, because one request may arrive twice. A cluster may signal the ranks and the
+                               launcher, which signals the ranks too. A terminal and a wrapper may both send a Ctrl-C.
 another after 5 seconds        stop at once, without saving; also SIGQUIT to the launcher
 end of the launcher            like SIGTERM, for its ranks
 """
@@ -100,7 +100,7 @@ class StopSignal:
         threading.Thread(target=self._watch, name="signals", daemon=True).start()
 
     def agreed(self) -> int:
-        """The exit code if a rank had received a signal at its previous call, else 0. All ranks call this each step."""
+        """The exit code if any rank had a signal at its previous call, else 0. All ranks call this each step."""
         self._steps_made = True
         number = self._agreement(self.request.number)
         self.code = self.code or (128 + number if number else 0)

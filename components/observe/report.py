@@ -84,7 +84,7 @@ class Panel:
 
 
 def _plain(text: str) -> str:
-    """Text as it is: matplotlib would read text between two $ as a formula, and leave out labels that begin with _."""
+    """Escapes text: matplotlib would draw text between two $ as a formula, and leave out labels that begin with _."""
     return " " * text.startswith("_") + text.replace("$", r"\$")
 
 

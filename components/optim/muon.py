@@ -1,7 +1,8 @@
-"""Muon (arXiv:2502.16982): a matrix moves by its momentum with all singular values made about one; the rest by AdamW.
+"""Muon (arXiv:2502.16982): a matrix moves by its orthogonalised momentum, and every other parameter by AdamW.
 
-Only a whole matrix can be orthogonalised. Matrices are shared out over the ranks that hold them: in each round a rank
-receives the slices of one matrix, orthogonalises it, and sends every rank its slice back. No work is done twice.
+All singular values of an orthogonalised matrix are about one. Only a whole matrix can be orthogonalised. Matrices are
+shared out over the ranks that hold them: in each round a rank receives the slices of one matrix, orthogonalises it, and
+sends every rank its slice back. No work is done twice.
 """
 
 import itertools
@@ -41,7 +42,7 @@ def orthogonalise(matrix: Tensor, steps: int) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon of matrices, and another optimizer of everything else; one state and one list of groups for both."""
+    """Muon for matrices, and another optimizer for all other parameters. Both share the state and the groups."""
 
     def __init__(
         self,
@@ -55,12 +56,12 @@ class Muon(torch.optim.Optimizer):
         seed: int = 0,
         offload: bool = False,
     ) -> None:
-        """group: of all ranks that hold parts of these matrices; precision: of the products, and of what is sent.
+        """group: all ranks that hold parts of these matrices; precision: dtype of the products and messages.
 
-        state_dtype: of the momentum, as new_moment has it; seed: of random rounding; offload: whether it waits on the
-        host.
+        state_dtype: that of the momentum, for new_moment; seed: that of random rounding; offload: whether the momentum
+        waits on the host.
 
-        A step with found_inf is left to the device if it can be, which the key "fused" of groups tells.
+        The key "fused" of groups says whether the device itself can skip a step with found_inf.
         """
         super().__init__(matrices, {"lr": 0.0, "weight_decay": 0.0, "fused": others.param_groups[0]["fused"]})
         self.state_dtype, self.seed, self.offload = state_dtype, seed, offload
@@ -75,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         self.rank = dist.get_rank(group) if group else 0
         shapes = {number: parameter.shape for number, (_, parameter, _) in enumerate(self.matrices)}
         self.own = [number for number, shape in shapes.items() if _is_whole(shape, self.slices[number])]
-        """Stacked matrices of which each rank holds some, whole, and no other rank the same ones."""
+        """Numbers of the stacked parameters whose matrices are each whole on one rank, and on no other rank."""
         shared = {number: shape for number, shape in shapes.items() if number not in self.own}
         self.shares = share_out(shared, dist.get_world_size(group) if group else 1)
         others.state = self.state
@@ -89,14 +90,14 @@ class Muon(torch.optim.Optimizer):
         return Visits([self.matrices[number][1] for number in order], self.state, self._new_state, self.offload)
 
     def _new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The momentum; and the step, which random rounding needs, if anything is rounded."""
+        """The momentum, and the step if anything is rounded, because random rounding needs the step."""
         rounded = self.state_dtype != "float32" or parameter.dtype != torch.float32
         step = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)} if rounded else {}
         return new_moment(parameter, "momentum", self.state_dtype) | step
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
+        """One update. Nothing changes if the tensor found_inf is 1; torch's fused kernels take the same tensor."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf > 0
         vars(self.others)["found_inf"] = found_inf
@@ -116,7 +117,7 @@ class Muon(torch.optim.Optimizer):
         assert not left
 
     def _momentum(self, number: int, pieces: Iterator[Piece], skip: Tensor | None) -> Tensor:
-        """This rank's slice of what is orthogonalised: Nesterov's momentum. pieces: those of this matrix come next."""
+        """This rank's slice of Nesterov's momentum, before orthogonalisation. pieces: this matrix's come next."""
         name, parameter, _ = self.matrices[number]
         step, key = self.state[parameter].get("step"), key_of(self.seed, name)
         if step is not None:

@@ -13,7 +13,7 @@ class HostCopies:
         self._pinned: dict[str, Tensor] = {}
 
     def of(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Valid until the next call. The host waits for a GPU once, after all copies."""
+        """Copies of the tensors, valid until the next call. The host waits for a GPU once, after all copies."""
         for name, tensor in tensors.items():
             if name in self._pinned:
                 local_part(self._pinned[name])[1].copy_(local_part(tensor)[1], non_blocking=True)
@@ -21,5 +21,5 @@ class HostCopies:
                 self._pinned[name] = on_host(tensor)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
-        # The device may have been writing into tensors of the host, which come last.
+        # Tensors on the host are copied after the wait, because the device may have been writing into them.
         return {name: self._pinned[name] if name in self._pinned else on_host(tensors[name]) for name in tensors}

@@ -41,7 +41,7 @@ def is_foreign(saved: Saved) -> bool:
 def load_torchtitan(stages: list[nn.Module], folder: Path) -> None:
     """Fill every parameter but adapters; each rank reads its slices, and whole tensors where rows are in another order.
 
-    Raises ConfigError with every misfit, if a file is outside the folder, or if a number is not finite.
+    Raises ConfigError if tensors do not fit (with every misfit), a file is outside the folder, or a number not finite.
     """
     reader = open_reader(folder, foreign=True)
     parameters = [each for stage in stages for each in stage.named_parameters() if not is_adapter(each[0])]

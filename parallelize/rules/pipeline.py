@@ -14,7 +14,7 @@ def schedule_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def table_misfit(config: JobConfig, degrees: Degrees) -> str:
-    """Also without a pipeline: the file is read by other rules."""
+    """Checked without a pipeline too, because other rules read the file."""
     parallelism = config.parallelism
     if not parallelism.pipeline_parallel_schedule_csv:
         return ""
