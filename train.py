@@ -72,7 +72,7 @@ class Run:
     tokens: int = 0
     """Labels trained on, over all ranks."""
     logged: dict[str, Tensor] = field(default_factory=dict)
-    """This rank's parts of the numbers that the objective logs, of the last step; all ranks' parts add up."""
+    """This rank's parts of the numbers that the objective logs for the last step. The parts of all ranks add up."""
 
     @property
     def degrees(self) -> Degrees:
@@ -133,7 +133,7 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
-    """Continue from what starting_state has loaded. Raises ConfigError if the data order or global batch is another."""
+    """Continue from what starting_state has loaded. Raises ConfigError if data order or global batch differ."""
     state = starting_state(checkpointer, run.config, run.mesh)
     if state is None:
         return
@@ -163,7 +163,7 @@ def local_batches(run: Run) -> Iterator[Batch]:
 
 
 def divisor(run: Run) -> int:
-    """The divisor of the next global batch's loss: the number of its labels, as a rule."""
+    """The divisor of the next global batch's loss: by default the number of its labels."""
     return max(1, local_order(run, run.sequences).count(run.objective.divisor))
 
 
@@ -203,7 +203,7 @@ def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor
 
 @torch.no_grad()
 def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
-    """Mean loss of a label over the validation data, and their number, on every rank; not if all agree to stop."""
+    """Mean loss per label of the validation data, and the number of labels, on every rank; ends at an agreed stop."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -241,7 +241,7 @@ def validate_if_due(run: Run, metrics: Metrics, stop: StopSignal) -> int:
 
 
 def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas, stops: bool) -> None:
-    """Save at steps of checkpoint.interval, at the last one, and before a stop; never a step that a guard doubts."""
+    """Save at steps of checkpoint.interval, at the last one, and before a stop, unless a check ends the run first."""
     config, last = run.config.checkpoint, run.step == run.config.training.steps
     due = run.step % config.interval == 0 or (run.step == 1 and config.enable_first_step_checkpoint)
     saving = config.enable and not config.load_only and (due or last or stops)
@@ -259,7 +259,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
     stragglers = Stragglers(run.mesh)
     replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
     batches = local_batches(run)
-    # All ranks collect garbage at the same steps: each collection makes the other ranks wait.
+    # All ranks collect garbage at the same steps, because each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
         while run.step < steps and code == ExitCode.DONE:

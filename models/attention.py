@@ -1,4 +1,4 @@
-"""The kernels of attention, the part of it that has no parameters. visible.py defines which keys a query sees.
+"""Kernels of attention, the part without parameters. visible.py defines which keys a query sees.
 
 Shapes are named as in layers.py; T is the number of keys.
 """
@@ -35,7 +35,7 @@ def _dense_unless_causal(visible: Visible) -> Tensor | None:
 class _ByBlocks(torch.autograd.Function):
     """Attention by matrix products and a softmax, over one block of _QUERIES queries at a time.
 
-    A block uses only the keys up to its last query: half of the products and of the softmax are never computed. Query
+    A block uses only the keys up to its last query, so half of the products and of the softmax is not computed. Query
     heads that share a key head are stacked, so that keys and values need no copies. Probabilities are saved for
     backward.
     """
@@ -83,10 +83,10 @@ class _ByBlocks(torch.autograd.Function):
 
 
 def _sum_of_first_keys(parts: list[Tensor]) -> Tensor:
-    """Sum tensors (N, T, K) that cover the first T keys, in the order of T; the result is (N, largest T, K).
+    """Sum tensors (N, T, K), each for the first T keys, sorted by T; the result is (N, largest T, K).
 
-    Sums are computed in float32 and rounded to the dtype of the tensors. Compiled, one cat is faster than sums into
-    slices.
+    Sums are computed in float32 and rounded to the dtype of the tensors. In compiled code, one cat is faster than sums
+    into slices.
     """
     ends, sums = [part.shape[1] for part in parts], []
     for number, (start, end) in enumerate(zip([0, *ends], ends)):
@@ -113,7 +113,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
 
 
 def _auto(q: Tensor, k: Tensor, v: Tensor, visible: Visible) -> Tensor:
-    """The fastest kernel. On a GPU a mask takes FlexAttention, because torch's fused kernels are slow with a mask."""
+    """The fastest kernel. With a mask, a GPU uses FlexAttention, because torch's fused kernels are slow with a mask."""
     if q.device.type != "cpu" and visible.made is not None:
         return flex.attend(q, k, v, visible)
     short = q.device.type == "cpu" and k.shape[2] <= _PLAIN_ATTENTION_UP_TO.get(q.dtype, 0)
@@ -124,8 +124,8 @@ def _mask_of_the_device(visible: Visible) -> Any:
     return (_dense_unless_causal if visible.device.type == "cpu" else flex.blocks_unless_causal)(visible)
 
 
-# Up to this many keys, a CPU uses _plain. It is faster than the fused kernel (tests/benchmarks/attention.py), but saves
-# half of the probabilities for backward.
+# Up to this many keys, a CPU uses _plain, which is faster there than the fused kernel (tests/benchmarks/attention.py).
+# But _plain saves half of the probabilities for backward.
 _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
 
@@ -210,4 +210,4 @@ def raise_to_largest_logit(
 
 
 _LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
-"""Device type -> logits per product: about one cache of a CPU; 128 MiB in bfloat16 on a GPU, which keep it busy."""
+"""Device type -> logits per product. A CPU's fill about one cache; 128 MiB in bfloat16 keep a GPU busy."""

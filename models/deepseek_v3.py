@@ -34,7 +34,7 @@ _SHARED_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(MixtureConfig):
-    """Defaults that all flavors share. There are as many keys and values as query heads."""
+    """Defaults that all flavors share. There are as many key and value heads as query heads."""
 
     hf_fields: ClassVar[dict[str, str]] = {name: hf_name for name, hf_name in FIELDS.items() if name != "head_size"} | {
         "n_dense_layers": "first_k_dense_replace",
@@ -226,7 +226,7 @@ class LatentAttention(nn.Module):
         self.wkv_b = nn.Linear(config.kv_lora_rank, keys_and_values, bias=False)
         self.wo = nn.Linear(config.n_heads * config.v_dim, config.dim, bias=False)
         scaling = config.rope_scaling
-        # YaRN's factor multiplies whole logits, because cosines and sines reach only the rotated part of a head.
+        # YaRN's factor multiplies the whole query, because cosines and sines would scale only its rotated part.
         self.query_factor = scaling.spread(scaling.mscale_all_dim) ** 2 if scaling else 1.0
         self.core = AttentionCore()
 
@@ -299,7 +299,7 @@ class DeepseekV3(MixtureTransformer):
         return "" if is_absent else super().hf_name(name)
 
     def hf_ignores(self, there: str) -> bool:
-        """Also ignores the extra layer n_layers of published files, which predicts a second token."""
+        """Also ignores the layer that published files have after the last one, which predicts a second token."""
         return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
 
     def hf_config(self) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _product_by_windows(left: Tensor, right: Tensor, ends: list[int]) -> Tensor:
-    """grouped_product on a CPU, by products of 16, 32, 48 ... rows: oneDNN builds a kernel for each number of rows."""
+    """grouped_product on a CPU, in multiples of 16 rows, because oneDNN builds a kernel for each number of rows."""
     if right.ndim == 3:
         out = left.new_empty(len(left), right.shape[-1])
         for expert, (first, last, window) in enumerate(_windows(ends, len(left))):

@@ -51,7 +51,7 @@ _SCALING: dict[str, tuple[str, ...]] = {
 }
 """rope_type -> the fields of RopeScaling that it uses."""
 _NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
-"""Names of one field: transformers reads both."""
+"""Two names of the same field, both of which transformers reads."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 """transformers' defaults that most families share, for fields that a config.json omits; hf_defaults has the others."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -197,7 +197,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
 
 
 def _sizes(values: dict[str, Any], config_class: Any) -> dict[str, Any]:
-    """The fields of a config_class. Raises ValueError if one is missing, has another type, or is null for no reason."""
+    """The fields of a config_class. Raises ValueError if one is missing, has another type, or is a meaningless null."""
     hints, sizes, wrong = get_type_hints(config_class), {}, []
     needed = {field.name for field in dataclasses.fields(config_class) if field.default is dataclasses.MISSING}
     for field, name in config_class.hf_fields.items():

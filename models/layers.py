@@ -100,7 +100,7 @@ class Head(nn.Linear):
         return super().forward(x_BSD) if labels_BS is None else self.loss(x_BSD, self.weight, labels_BS, columns)
 
     def loss(self, x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """The summed loss for these weights, which may be a rank's rows alone."""
+        """The sum of losses, computed with weight_VD, which may be only this rank's rows of the head."""
         of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=self.objective.terms)
         total, *logged = linear_loss(x_BSD, weight_VD, labels_BS, of_chunk, columns)
         if logged and torch.is_grad_enabled():  # validation is not logged

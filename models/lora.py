@@ -58,8 +58,8 @@ class AdaptedLinear(FrozenLinear):
         self.lora_A = nn.Parameter(linear.weight.new_empty(rank, linear.in_features))
         self.lora_B = nn.Parameter(linear.weight.new_empty(linear.out_features, rank))
         self.scale, self.dropout = scale, dropout
-        # A tensor, because an int would be a constant of the graph, and each layer would be compiled anew. On the CPU,
-        # because no copy is made.
+        # A tensor, because an int would be a constant of the graph, and each layer would be compiled anew. It is on the
+        # CPU, because a GPU's kernels take a CPU scalar without a copy.
         self.key = torch.tensor(key_of("dropout", name), device="cpu")
         self.dropout_keys_BS: Tensor | None = None
         """Keys of the tokens of this forward; None: no dropout."""
@@ -130,7 +130,7 @@ def add_adapters(model: Any, config: Adapters) -> None:
             parent, _, child = name.removesuffix(".weight").rpartition(".")
             setattr(model.get_submodule(parent), child, AdaptedLinear(module, config.rank, scale, config.dropout, name))
     for block in model.layers.values() if config.dropout else ():
-        # Not a hook, because checkpointing would not call it again. A bound method is copied with the model.
+        # Not a hook, because checkpointing would not call the hook again. A bound method is copied with the model.
         block.forward = types.MethodType(_forward_with_keys, block)
     model.adapted, model.adapter_scale = True, scale
     set_trained(model)

@@ -35,10 +35,10 @@ ChunkLoss = Callable[..., tuple[list[Tensor], Tensor]]
 """(logits (T, V), labels (T,), **columns (T,)) -> [summed loss, *logged sums], and the loss's gradient (T, V)."""
 
 CHUNK = {"cpu": (256, 2**23), "cuda": (2048, 2**29)}
-"""Device type -> (least tokens of a chunk, bytes of its float32 logits if these are more tokens).
+"""Device type -> (tokens, bytes of float32 logits). A chunk has these tokens, or more if more fill the bytes.
 
-On a CPU the bytes are about one cache (tests/benchmarks/loss.py). On a GPU they suffice to keep it busy, because each
-chunk adds to the weight's gradient.
+On a CPU the bytes are about one cache (tests/benchmarks/loss.py). On a GPU the bytes keep the device busy; smaller
+chunks would add to the weight's gradient more often.
 """
 
 

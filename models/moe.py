@@ -221,7 +221,7 @@ class Exchange(Protocol):
         """
 
     def combine(self, rows_RD: Tensor, sent: Any) -> Tensor:
-        """Send rows back to the ranks and into the order from which dispatch took them."""
+        """Send rows back to the ranks that they came from, and restore their order before dispatch."""
 
 
 class Mixture(nn.Module):

@@ -50,7 +50,7 @@ OBJECTIVES: dict[str, Objective] = {
 
 
 def with_objective(model: nn.Module, name: str) -> nn.Module:
-    """The model itself, which minimises one of OBJECTIVES now. Called before the layout is applied."""
+    """Sets the model's objective to a row of OBJECTIVES; returns the model. Called before the layout is applied."""
     for module in model.modules():
         if hasattr(module, "objective"):
             vars(module)["objective"] = OBJECTIVES[name]

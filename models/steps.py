@@ -70,8 +70,8 @@ def one_step(visible: Visible) -> AttentionStep:
 class AttentionInSteps(torch.autograd.Function):
     """(q (B, H, S, K), k (B, G, S, K), v (B, G, S, K), sinks (H,), steps, source) -> (B, H, S, K).
 
-    steps: a list of steps for each part that the source yields. In its first step, every query sees at least one key.
-    sinks: a logit per head without a key, whose value is 0; None for no sinks.
+    steps: a list of steps for each part that the source yields. Each query sees at least one key in its first step.
+    sinks: one more logit per head, without a key and with 0 as its value vector; None for no sinks.
     Backward saves q, k, v, the result and its log-sum-exp. The source yields all other keys and values again.
     """
 
@@ -143,7 +143,7 @@ class _Kernel(NamedTuple):
 
 
 def _kernel(q: Tensor, steps: list[list[AttentionStep]]) -> _Kernel:
-    """The CPU's fused kernel. On a GPU, flash attention, which takes no mask and no float32; else FlexAttention."""
+    """On a CPU, the fused kernel. On a GPU, flash attention, or FlexAttention for a mask, float32 or K % 8 > 0."""
     if q.device.type == "cpu":
         return _Kernel(_forward_on_cpu, _backward_on_cpu)
     masked = any(entry.visible.made is not None for part in steps for entry in part)

@@ -174,8 +174,8 @@ class Transformer(nn.Module):
     def init_std(self, name: str) -> float | Uniform | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.
 
-        Matrices have 0.02, or 0.02 / sqrt(2 n_layers) if their product is added to the residual stream (GPT-2). A of an
-        adapter is uniform with bound 1 / sqrt(in) (PEFT).
+        Matrices have 0.02, or 0.02 / sqrt(2 n_layers) if their product is added to the residual stream (GPT-2). The
+        matrix A of an adapter is uniform with bound 1 / sqrt(in) (PEFT).
         """
         kind = self.kind(name)
         if kind.zero:

@@ -22,7 +22,7 @@ class Visible:
     window: int | None = None
     """The most keys that a query sees, its own included; None for no window."""
     first: int | None = None
-    """Position of the first query; that of the first key is 0. None: queries have the last positions of the keys."""
+    """Position of the first query, if the first key is at 0. None: queries have the last positions of the keys."""
     own_documents_BS: Tensor | None = None
     """Each query's document; set if the queries are not among the keys."""
     padding: int = 0

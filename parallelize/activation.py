@@ -15,7 +15,7 @@ from components.config import ActivationCheckpoint
 
 
 def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint, splits_backward: bool) -> None:
-    """Wrap every layer (full) or every n-th; with "op" every layer, whose costly operations keep their results.
+    """Wrap every layer (full) or every n-th. With "op" wrap every layer, and keep the results of costly operations.
 
     With a memory budget the compiler chooses what a layer keeps, when its first forward compiles it. splits_backward:
     gradients of inputs and of weights are computed apart.
@@ -43,14 +43,14 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint, 
 def _inputs_on_host(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A checkpointed forward whose hidden state waits for backward in the host's pinned memory.
 
-    No host waits for the copies, which are in the order of the device's own work.
+    The host does not wait for the copies, because they are queued on the device's stream.
     """
     with torch.autograd.graph.saved_tensors_hooks(partial(_to_host, args[0].shape), _from_host):
         return forward(*args, **kwargs)
 
 
 def _to_host(shape: torch.Size, tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-    """shape: of the hidden state; all layers share the other inputs."""
+    """shape: of the hidden state. The other inputs stay on the device, because all layers share them."""
     if tensor.device.type == "cpu" or tensor.shape != shape:
         return tensor
     kept = torch.empty_like(tensor, device="cpu", pin_memory=True)
@@ -62,7 +62,7 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 class _ForTwoBackwards(dict[int, Any]):
-    """Kept results of an operation, which torch marks as used when a backward has computed the layer again."""
+    """Kept results of an operation, for two backwards. torch's mark that one backward used a result is ignored."""
 
     def __setitem__(self, index: int, result: Any) -> None:
         self.setdefault(index, result)
@@ -96,7 +96,7 @@ def _kept() -> set[Callable]:
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        # All-gathers are sent again: what they gather is what sequence parallel saves.
+        # All-gathers run again, because keeping their results would cost the memory that sequence parallel saves.
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
         torch.ops._c10d_functional.all_reduce.default,
         torch.ops._c10d_functional.all_to_all_single.default,

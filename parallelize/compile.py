@@ -13,10 +13,10 @@ from parallelize.schedules import splits_backward
 
 
 def _leave_attention_out(model: nn.Module) -> None:
-    """Compile what is before and after each layer's attention as graphs of their own.
+    """Leave attention uncompiled; the parts of a layer before and after it become graphs of their own.
 
-    Compiled, the ring would keep the keys and values of all ranks for backward, instead of passing them on again; and
-    the keys of earlier parts of a sequence come from outside of the layer.
+    A compiled ring would keep the keys and values of all ranks for backward, instead of sending them again. With
+    sequence splits, the keys of earlier parts come from outside of the layer.
     """
     for module in model.modules():
         if isinstance(module, AttentionCore):
@@ -34,11 +34,11 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     functorch.donated_buffer = not splits_backward(parallelism)
-    # Training has one shape and validation another: graphs of any shape take longer to compile.
+    # Training has one shape and validation another. Each gets a graph, because graphs of any shape compile longer.
     how: dict[str, Any] = {"backend": config.backend, "dynamic": False}
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
-            # inductor cuts matrix products and collectives into pieces that overlap. Never run: it needs several GPUs.
+            # inductor cuts products and collectives into overlapping pieces. Never run, because it needs several GPUs.
             from torch._inductor import config as inductor
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -46,7 +46,7 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
             enable_symm_mem_for_group(mesh["tp"].get_group().group_name)
         apart = parallelism.pipeline_parallel_sequence_splits > 1
         apart = apart or (mesh["cp"].size() > 1 and parallelism.context_parallel_method == "ring")
-        # The backward of FlexAttention's steps calls autograd, which a graph cannot.
+        # The backward of FlexAttention's steps calls autograd, and a compiled graph cannot call it.
         apart = apart or (mesh.device_type != "cpu" and bool(model.get_submodule("visibility").sinks))
         if apart:
             _leave_attention_out(model)

@@ -72,7 +72,7 @@ class _RingCore(_Core):
         return AttentionInSteps.apply(q, k, v, sinks_H, visible.made, self.exchange)
 
     def _observe_all(self, q: Tensor, k: Tensor, visible: Visible) -> None:
-        """Raise largest_logit to that of this rank's queries and all keys; gathers the keys."""
+        """Raise largest_logit to the largest logit of this rank's queries and all keys, which are gathered."""
         cp = self.cp
         whole = DTensor.from_local(k, cp, [Shard(2)], run_check=False).full_tensor()
         keys = sequence_order(whole, 2, cp.size(), self.balanced)

@@ -39,7 +39,7 @@ def apply_data_parallel(
         if wrapping.converts:
             compute_in(model, precision)
         return
-    # Inputs are not cast: the hidden state has the right type, token ids and rotary angles have to keep theirs.
+    # Inputs are not cast. The hidden state has the right type; token ids and rotary angles have to keep their types.
     policy = MixedPrecisionPolicy(
         param_dtype=precision, reduce_dtype=getattr(torch, training.mixed_precision_reduce), cast_forward_inputs=False
     )
@@ -51,7 +51,7 @@ def apply_data_parallel(
         shard = partial(
             shard, shard_placement_fn=_placements(model, shards, of_experts, keeps_blocks), ignored_params=routers
         )
-    # A tied table belongs to both ends of the model: the root holds it, and stays gathered from forward to backward.
+    # A tied table belongs to both ends of the model, so the root holds it. The root stays gathered until backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]
     ends = [children[name] for name in ("norm", "output") if name in children]
@@ -76,7 +76,7 @@ def _placements(
 ) -> Callable[[nn.Parameter], Any]:
     """Parameter -> how FSDP shares it: matrices of experts over the ranks of of_experts, None for all others.
 
-    Ranks share the experts of a layer, or where there are too few of them, the rows of each matrix, or its columns.
+    Ranks split the experts of a layer. If that is uneven, they split the rows of each matrix, or else the columns.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
 
@@ -114,7 +114,7 @@ def reshard(stages: list[nn.Module]) -> None:
 def set_gradient_sync(stages: list[nn.Module], last: bool, reduce: str) -> None:
     """Whether the next backward reduces gradients: if it is the last of its optimizer step, or if `reduce` is "each".
 
-    Replicas of shards add up their own shards, and are summed in the last backward.
+    With HSDP each replica adds up its own shards, and only the last backward sums over replicas.
     """
     for stage in stages:
         if isinstance(stage, FSDPModule):

@@ -1,6 +1,7 @@
 """How DeepSeek-V3 is laid out over ranks: Llama's plan with latent attention, and experts beside the feed-forward.
 
-Latents are narrow, and all heads are made of them: each rank computes whole ones, and from them its own heads.
+Latents are narrow, and every head is computed from a whole latent. Each rank therefore computes whole latents, and from
+them its own heads.
 """
 
 from typing import Any

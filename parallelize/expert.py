@@ -37,9 +37,9 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def expert_shards(mesh: Mesh, shards: DeviceMesh) -> DeviceMesh:
-    """The mesh over whose last dimension ranks share the weights of experts; shards: the same of other weights.
+    """The mesh over whose last dimension FSDP shards the weights of experts. shards: the same mesh for other weights.
 
-    Called by all ranks, also by those whose stages have no layer: the meshes of experts are made here.
+    Called by all ranks, also by those whose stages have no layer, because all ranks have to make the meshes of experts.
     """
     _ = mesh["holders"], mesh["ep"]
     if mesh.degrees.tp == mesh.degrees.ep == 1:
@@ -64,7 +64,7 @@ def apply_expert_parallel(model: nn.Module, mesh: Mesh, config: Balancing, seque
 
 
 def _summed(mesh: Mesh, counts: Tensor) -> Tensor:
-    """Over the ranks that have parts of the same sequences."""
+    """The sum of counts over the ranks that have parts of the same sequences."""
     for name in ("cp", "tp"):
         if mesh[name].size() > 1:
             dist.all_reduce(counts, group=mesh[name].get_group())
@@ -74,7 +74,7 @@ def _summed(mesh: Mesh, counts: Tensor) -> Tensor:
 def _replicate(router: Router, mesh: Mesh) -> None:
     """Every rank routes its own tokens, so that gradients are partial sums until align_gradients.
 
-    FSDP leaves routers alone: it would gather them in bfloat16, in which close scores are equal.
+    FSDP ignores routers, because it would gather them in bfloat16, in which close scores become equal.
     """
     holders = mesh["holders"]
     if holders.size() == 1:
@@ -111,7 +111,7 @@ class Sent(NamedTuple):
     received_sizes: list[int]
     """Rows received from each rank."""
     order: Tensor
-    """Received rows by experts: place -> place in the message."""
+    """Place among the received rows sorted by expert -> place in the receive buffer."""
     inverse: Tensor
 
 
@@ -121,7 +121,7 @@ class AllToAll(NamedTuple):
     group: ProcessGroup
 
     def dispatch(self, rows_RD: Tensor, counts_E: Tensor, meanwhile: Callable[[], None]) -> tuple[Tensor, Tensor, Sent]:
-        """The host waits for the counts: it has to know the sizes of messages."""
+        """Send rows to the ranks of their experts. The host waits for the counts, which are the sizes of messages."""
         sent = counts_E.view(self.group.size(), -1)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self.group)
@@ -151,7 +151,7 @@ def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor)
     """Move biases towards equal loads, by the rows of the whole global batch; called once a step by all ranks.
 
     Returns the rows of each expert, (layers of these stages, E) int64; None without experts. Biases stay if not
-    accepted. A bias moves by the sign of a difference of integers: the same at every layout.
+    accepted. A bias moves by the sign of a difference of integers, which is the same at every layout.
     """
     blocks = [module for stage in stages for module in stage.modules() if isinstance(module, MixtureBlock)]
     if not blocks:
@@ -169,12 +169,15 @@ def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor)
 
 
 def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
-    """Rows sent to each rank and received from each, (2, ranks), of the rows of this rank. Waits for the device."""
+    """Copy to the host the numbers of rows sent to and received from each rank, (2, ranks). Waits for the device.
+
+    rows: this rank's rows in all.
+    """
     return sizes.tolist()
 
 
 class MixtureOfParts(ParallelStyle):
-    """A mixture whose ranks each route their part of the sequence; what all tokens share is split as a feed-forward is.
+    """A mixture whose ranks each route their part of the sequence. Shared experts are split like a feed-forward layer.
 
     A layer without experts, which may be among the others, has a feed-forward in this place.
     Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.

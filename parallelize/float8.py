@@ -1,6 +1,6 @@
 """Float8 training: a layer's matrix products take inputs scaled to 8 bits (arXiv:2209.05433), by torchao.
 
-Weights, names and checkpoints stay as they are. The head is not converted: its product is part of the loss.
+Weights, names and checkpoints stay as they are. The head is not converted, because its product is part of the loss.
 """
 
 from dataclasses import replace

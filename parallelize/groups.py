@@ -24,10 +24,11 @@ SHARED_GPU = {
     "NCCL_MAX_CTAS": "2",
     "NCCL_BUFFSIZE": "1048576",
 }
-"""NCCL's environment where ranks share a GPU, beside an NCCL_HOSTID of each rank's own.
+"""NCCL's environment for ranks that share a GPU. Each rank also gets its own NCCL_HOSTID.
 
-NCCL refuses two ranks on one GPU of one host. With a name of its own each rank counts as a host, and they exchange all
-by sockets: slow, but the same kernels, streams and order of messages. Small buffers, since all are in one memory.
+NCCL refuses two ranks on one GPU of one host. With its own id each rank counts as a host, and ranks exchange all data
+by sockets. This is slow, but kernels, streams and the order of messages are the same. Buffers are small, because those
+of all ranks are in one GPU's memory.
 """
 
 
@@ -35,7 +36,7 @@ def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.de
     """Join the ranks that torchrun started, or make a group of one; returns this rank's device.
 
     CPU tensors always go through gloo, so that hosts can agree on something without waiting for their GPUs. With
-    share_gpus the ranks of a node take its GPUs in turn, where there are fewer of them.
+    share_gpus the ranks of a node take its GPUs in turn, if there are fewer GPUs than ranks.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -56,11 +57,11 @@ def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.de
 
 
 def cpu_backend() -> str:
-    """The name of gloo with one worker thread a group, which torch is told here; torch's own "gloo" has two.
+    """Registers a gloo backend with one worker thread per group, and returns its name; torch's own "gloo" has two.
 
-    In torch 2.13 both note the name of the collective that they have finished in one string, without a lock
-    (ProcessGroupGloo::runLoop). When they do so at once, and the name is too long to be stored in place (FSDP's
-    reduce-scatter, DTensor's all-gather), its memory is freed twice: `python -m tests.heap --workers 2` shows it.
+    In torch 2.13 both threads write the name of the collective that they have finished into one string, without a lock
+    (ProcessGroupGloo::runLoop). If both write at once, and the name is too long to be stored in place (FSDP's
+    reduce-scatter, DTensor's all-gather), the string's memory is freed twice (`python -m tests.heap --workers 2`).
     """
     dist.Backend.register_backend("gloo_one_worker", _make_gloo, extended_api=True, devices=["cpu"])
     return "gloo_one_worker"
@@ -78,10 +79,10 @@ def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
 
 @functools.cache
 def _gloo_devices(interfaces: str) -> list[Any]:
-    """Shared by all groups: each device has a thread that wakes up a hundred times a second.
+    """gloo's devices. All groups share them, because each has a thread that wakes up a hundred times a second.
 
-    Where another thread holds a connection's lock, this one polls until it is released. As SCHED_BATCH it does not
-    preempt the thread that holds the lock when a message comes.
+    If another thread holds a connection's lock, the device's thread polls until the lock is released. As SCHED_BATCH it
+    does not preempt the lock's holder when a message comes.
     """
     gloo: Any = dist.ProcessGroupGloo
     before = _threads()
@@ -100,7 +101,7 @@ def _threads() -> set[int]:
 
 
 def patient_group() -> dist.ProcessGroup:
-    """A group of all ranks, in which one may wait an hour: others read, write or hash files. Called by all ranks."""
+    """A group whose collectives may wait an hour while ranks read, write or hash files. All ranks call this."""
     return dist.new_group(backend=cpu_backend(), timeout=timedelta(hours=1))
 
 
@@ -124,7 +125,7 @@ def print_on_rank_0(line: str) -> None:
 
 
 def arrived(tensor: Tensor) -> Tensor:
-    """The tensor that a functional collective gave, after a wait: not all kernels take an AsyncCollectiveTensor."""
+    """A functional collective's result, after a wait, because not all kernels take an AsyncCollectiveTensor."""
     from torch.distributed import _functional_collectives as collectives
 
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor

@@ -64,14 +64,14 @@ class Layout:
 
 
 def fixed_batch(job: JobConfig) -> int:
-    """training.global_batch_size. Raises ConfigError if it is unset: it would be another one at each layout."""
+    """training.global_batch_size. Raises ConfigError if it is unset, because the default depends on the layout."""
     if job.training.global_batch_size == -1:
         raise ConfigError("training.global_batch_size is unset: it would be another one at each layout; set it")
     return job.training.global_batch_size
 
 
 def take_degree(words: list[str], degrees: dict[str, int]) -> bool:
-    """Whether the first words are a degree, as "tp 2" or "hsdp 2x2" or "one rank"; then takes them."""
+    """Whether the first words are a degree, as "tp 2" or "hsdp 2x2" or "one rank". If so, removes them from `words`."""
     word, number, *_ = *words[:2], "", ""
     if word in KEYS and number.isdecimal():
         degrees[word] = int(number)
@@ -89,7 +89,7 @@ def layout_of(degrees: dict[str, int]) -> Layout:
 
 
 def layouts(ranks: int, experts: bool) -> Iterator[Layout]:
-    """Every product of degrees that makes so many ranks; with experts, each number of ranks that may share them."""
+    """Every layout of this many ranks; with experts, once for each possible expert parallel degree."""
     for pp, ddp, fsdp, cp, tp in _products(ranks, 5):
         for ep in _divisors(fsdp * cp * tp) if experts else (1,):
             yield Layout(Degrees(pp, ddp, fsdp, cp, tp, ep))

@@ -5,13 +5,13 @@
 - tensor parallel: replaces parameters, so it comes before whatever wraps them
 - expert parallel: shares out the experts, which tensor parallel leaves whole
 - context parallel: changes only the attention cores and the visibility
-- sequence splits: change the same, for parts of sequences in a pipeline
-- compile: takes a layer's `forward`, after the last replacement in it
+- sequence splits: changes the same modules, for pipelines that pass on parts of sequences
+- compile: compiles a layer's `forward`, after the last replacement inside the layer
 - checkpointing: goes around the compiled layer, because torch 2.13 fails the other way round with tensor parallel
-- data parallel: outermost, because `fully_shard` shards the parameters that all the others left
+- data parallel: outermost, because `fully_shard` shards the parameters as all other axes leave them
 
-Adapters (models/lora.py) are in the model from the start. The model gets memory and weights last, and is tied again.
-The schedule of a pipeline is built after that.
+Adapters (models/lora.py) are in the model from the start. The model gets memory and weights after all axes, and its
+tied weights are shared again. The schedule of a pipeline is built after that.
 """
 
 from collections.abc import Mapping

@@ -2,8 +2,8 @@
 
 - context parallel: a multiple of cp tokens; of 2 cp for the head-tail balancer
 - sequence parallel: a multiple of cp x tp
-- sequence splits of a pipeline: a multiple of that, for each part
-- micro-batches: no padding, because rules refuse a batch that they do not divide
+- sequence splits of a pipeline: such a multiple for each part
+- micro-batches: no padding, because rules refuse a batch that the number of micro-batches does not divide
 
 Padding has no label, position -1, and a document of its own if there are documents. Causal attention hides it from all
 tokens of the sequence. Experts and the largest attention logit skip it. The divisor and the data order do not count it.

@@ -1,7 +1,7 @@
 """Micro-batches cut along the sequence: a pipeline passes on parts of sequences (arXiv:2406.03488, arXiv:2102.07988).
 
-A part's queries see its own keys and those of earlier parts, which each attention core keeps. Backward goes through the
-parts of a sequence from the last to the first: what later parts add to a part's gradient is there when its turn comes.
+A part's queries see the keys of the same part and of earlier parts, which each attention core keeps. Backward goes from
+a sequence's last part to its first, so that the gradients from later parts are there when a part's backward runs.
 Shapes are named as in models/layers.py.
 """
 
@@ -19,7 +19,7 @@ from parallelize.stage import Stage
 
 
 def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
-    """Let the stage take parts of sequences, as PartStage announces them; otherwise sequences are whole, as before."""
+    """Let the stage take parts of sequences, which PartStage announces. By default sequences are whole."""
     if splits == 1:
         return
     for name, module in list(stage.named_modules()):
@@ -59,9 +59,9 @@ class _Part(NamedTuple):
     sequence: int
     """The number of the micro-batch."""
     place: int
-    """The number of the part in it."""
+    """The number of the part in its micro-batch."""
     steps: list[list[AttentionStep]]
-    """Over the part's own keys, and over those of all earlier parts."""
+    """Steps of attention: over the part's own keys, and over those of all earlier parts."""
 
 
 class _PartVisibility(Visibility):

@@ -1,6 +1,6 @@
 """The pieces of a sequence that context parallel ranks hold.
 
-Balanced, a rank holds two of 2 x ranks pieces: one from the head of the sequence and its counterpart from the tail.
+If balanced, a rank holds two of 2 x ranks pieces: one from the head of the sequence and its counterpart from the tail.
 """
 
 import torch
@@ -15,7 +15,7 @@ def pieces_of(rank: int, length: int, ranks: int, balanced: bool) -> list[tuple[
 
 
 def sequence_order(tensor: Tensor, dim: int, ranks: int, balanced: bool) -> Tensor:
-    """A gathered tensor, in the order of ranks along this dimension, put into the order of the sequence.
+    """Reorder the pieces of a gathered tensor along `dim`, from the order of ranks to the order of the sequence.
 
     Pieces are concatenated, because an index would be made on the host and its copy to a GPU would wait for the stream.
     """

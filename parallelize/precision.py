@@ -11,10 +11,10 @@ from models.nf4 import is_packed
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """torch.set_float32_matmul_precision; on a CPU, float32 products then go to the quicker library.
+    """Calls torch.set_float32_matmul_precision; on a CPU, this also chooses the library for float32 products.
 
-    With "medium" torch calls oneDNN, else MKL. Where a CPU has no units for float32 products of lower precision (only
-    AMX has them by now), oneDNN computes in float32: on AMD processors in less than half of MKL's time.
+    With "medium" torch calls oneDNN, else MKL. oneDNN computes in float32 if the CPU has no units for products in lower
+    precision (only AMX has them so far). On AMD processors oneDNN then takes less than half of MKL's time.
     """
     torch.set_float32_matmul_precision("medium" if device.type == "cpu" else precision)
     if device.type == "cpu" and not _products_are_exact():
@@ -23,7 +23,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 
 @functools.cache
 def _products_are_exact() -> bool:
-    """Whether products with an identity give back float32 numbers to the last bit; one size alone may not tell."""
+    """Whether float32 products with an identity matrix are exact. Two sizes are tried, because one may not show it."""
     numbers = torch.full((2, 256, 256), 1 + 2**-23)
     return all(
         torch.equal(part @ torch.eye(size), part)
@@ -35,7 +35,7 @@ def _products_are_exact() -> bool:
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with copies of its parameters in dtype, as FSDP's mixed precision does.
 
-    The parameters, their names and their gradients stay as they are: a gradient is converted before it is added.
+    Parameters, their names and their gradients stay as they are, because a gradient is converted before it is added.
     """
     for module in model.modules():
         if isinstance(module, Router):

@@ -1,4 +1,4 @@
-"""Pipeline schedules, a row each, and how layers are cut into stages for them: plain numbers and names."""
+"""The table of pipeline schedules, and how layers are cut into stages for a schedule: plain numbers and names."""
 
 import math
 from collections.abc import Callable
@@ -26,13 +26,13 @@ class Schedule:
     found: str
     """Module and name of its class, which has the interface of torch's own."""
     stages_a_rank: tuple[int, float] = (1, 1)
-    """Least and most."""
+    """Least and most stages that a rank may have."""
     v_shaped: bool = False
     """A rank has one stage from the front and its counterpart from the back."""
     splits_backward: bool = False
     """Gradients of inputs and gradients of weights are computed apart."""
     lacks: Callable[[int, int, int], str] = lambda count, pp, stages: ""
-    """(micro-batches, ranks, stages) -> the number of micro-batches that would do, in words; empty if this one does."""
+    """(micro-batches, ranks, stages) -> the number of micro-batches that it needs, in words; empty if they will do."""
 
     @property
     def one_stage(self) -> bool:
@@ -61,7 +61,7 @@ SCHEDULES = {
 
 
 def schedule_of(parallelism: Parallelism) -> Schedule:
-    """The row of SCHEDULES, or what a table of actions is."""
+    """The row of SCHEDULES, or a Schedule for the job file's own table of actions."""
     if not parallelism.pipeline_parallel_schedule_csv:
         return SCHEDULES[parallelism.pipeline_parallel_schedule]
     orders = read_table(parallelism.pipeline_parallel_schedule_csv)
@@ -70,7 +70,7 @@ def schedule_of(parallelism: Parallelism) -> Schedule:
 
 
 def table_of(parallelism: Parallelism, micro_batches: int) -> Order | None:
-    """The steps of each rank, where the schedule is a table: of parts of sequences, or the job file's own."""
+    """The steps of each rank, if the schedule is a table: that for parts of sequences, or the job file's own."""
     splits = parallelism.pipeline_parallel_sequence_splits
     if splits > 1:
         return order_of_parts(parallelism.pipeline_parallel_degree, micro_batches, splits)
@@ -88,7 +88,7 @@ def splits_backward(parallelism: Parallelism) -> bool:
 
 
 def number_of_stages(parallelism: Parallelism, layers: int) -> int:
-    """Stages of the whole pipeline: those listed, or by layers_per_stage, or a table's, or the fewest possible."""
+    """Number of stages: as listed, by layers_per_stage, as in the table of actions, or the fewest possible."""
     if parallelism.module_fqns_per_model_part:
         return len(parallelism.module_fqns_per_model_part)
     if parallelism.pipeline_parallel_layers_per_stage:
@@ -99,7 +99,7 @@ def number_of_stages(parallelism: Parallelism, layers: int) -> int:
 
 
 def _weight(parallelism: Parallelism, layers: int) -> int:
-    """The model's length in layers, with the embedding and the head counted as the layers that the job file says."""
+    """The model's length in layers; embedding and head count as many layers as the job file says."""
     ends = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
     return layers + ends
 

@@ -23,7 +23,7 @@ def own_slice(parameter: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def split_like(parameter: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of `shape`, split over ranks as the parameter is, from this rank's part; local, if it is not split."""
+    """A tensor of `shape`, split like the parameter, from each rank's `local`; `local` itself if there is no split."""
     if not isinstance(parameter, DTensor):
         return local
     size = torch.Size(shape)
@@ -63,9 +63,9 @@ def _slices(shape: tuple[int, ...], mesh: tuple[int, ...], placements: Any) -> t
 
 @cache
 def knows_slices(rows: int, tp: int, shards: int) -> bool:
-    """Whether torch knows which rows a rank holds where tp ranks split a table unevenly, and FSDP each part again.
+    """Whether torch knows which rows a rank holds if tp ranks split a table unevenly, and FSDP splits each part again.
 
-    Where parts are not alike it takes some slices for others, which then overlap (seen with torch 2.13).
+    If parts differ in size, torch computes wrong slices for some ranks, and slices overlap (seen with torch 2.13).
     """
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
@@ -111,9 +111,9 @@ def settle() -> None:
 
 
 def block_of(columns: int) -> int:
-    """Numbers of a row, of the full tensor's `columns`, that up to 16 tensor parallel ranks keep together: 2^n <= 256.
+    """Size of the blocks of a row, a power of 2 up to 256, that no split over up to 16 tensor parallel ranks cuts.
 
-    1 where rows are too short or too odd for blocks of 4.
+    columns: of the full tensor. The size is 1 if no block of 4 or more columns fits.
     """
     part = columns // 16 if columns % 16 == 0 else 0
     block = min(part & -part, 256)
@@ -123,8 +123,8 @@ def block_of(columns: int) -> int:
 def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
     """The norm of each tensor, float64.
 
-    In float32 the sum of a million squares is off by 1e-5 on a CPU, differently for each way to split it; sums over a
-    row of the last dimension are not. Squares in float64 are as good, but a CPU converts the whole tensor first.
+    On a CPU the float32 sum of a million squares is off by 1e-5, and the error depends on how ranks split the tensor.
+    Float32 sums over one row are accurate. Float64 squares are as good, but a CPU converts the whole tensor first.
     """
     if tensors[0].device.type == "cpu":
         rows = (torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32) for tensor in tensors)
@@ -133,17 +133,17 @@ def exact_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def poison_if_not_finite(loss: Tensor) -> Tensor:
-    """A loss with NaN for gradients if it is not finite, else with its own: the gradient norm then tells every rank."""
+    """The loss, with NaN as gradients if the loss is not finite, so that the gradient norm tells every rank."""
     return loss * torch.where(loss.detach().isfinite(), 1.0, math.nan)
 
 
 def is_copy(parameter: Tensor) -> bool:
-    """Whether another stage of the pipeline has this parameter, and counts it: so has the last stage's tied table."""
+    """Whether another pipeline stage holds this parameter and counts it, as for the tied table of the last stage."""
     return getattr(parameter, "copied_from_another_stage", False)
 
 
 def align_gradients(parameters: list[nn.Parameter]) -> None:
-    """Give each gradient its parameter's placement: gradients of norms are partial sums until here."""
+    """Give each gradient its parameter's placement. Gradients of norms are partial sums until here."""
     for parameter in parameters:
         gradient = parameter.grad
         if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):

@@ -1,4 +1,4 @@
-"""Orders of a pipeline's actions as plain data: from a file or made here, what is wrong with one, when actions run."""
+"""Orders of a pipeline's actions as plain data: reads them from a file, makes them, checks them and simulates them."""
 
 import csv
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 Action = tuple[str, int, int]
 """Kind, stage and micro-batch. Kinds are F (forward), I (gradient of inputs), W (of weights) and B (both)."""
 Step = tuple[Action, ...]
-"""One action, or a forward and a backward that torch runs as one, whose results come when both are done."""
+"""One action, or a forward and a backward that torch runs as one; both results are ready when both are done."""
 Order = list[list[Step]]
 """The steps of each rank."""
 
@@ -31,7 +31,7 @@ def order_of_parts(pp: int, micro_batches: int, splits: int) -> Order:
     """1F1B with micro-batches cut along the sequence (arXiv:2406.03488): the steps of each rank, one stage a rank.
 
     Part p of micro-batch m is number m * splits + p. Forward goes through the parts of a sequence from the first to the
-    last, since a part sees the keys of earlier ones; backward from the last to the first.
+    last, because a part sees the keys of earlier parts. Backward goes from the last to the first.
     """
     count = micro_batches * splits
     backward = [first + part for first in range(0, count, splits) for part in reversed(range(splits))]
@@ -47,10 +47,10 @@ def order_of_parts(pp: int, micro_batches: int, splits: int) -> Order:
 
 @cache
 def read_table(path: str) -> Order:
-    """The steps of a file: a row for each rank, as torch writes them; empty cells are idle, empty rows are left out.
+    """The steps in a file that has a row per rank, as torch writes them. Empty cells are idle; empty rows are skipped.
 
-    An action is its stage, kind and micro-batch (0F1); (0F1;3B0)OVERLAP_F_B are two that run as one. Raises ValueError
-    with the row and the cell that are wrong, OSError for a file that cannot be read.
+    An action is its stage, kind and micro-batch (0F1). Two actions that run as one are (0F1;3B0)OVERLAP_F_B. Raises
+    ValueError with the row and the cell that are wrong, OSError for a file that cannot be read.
     """
     file = Path(path)
     if file.exists() and not file.is_file():
@@ -83,7 +83,7 @@ def _step(cell: str, where: str) -> Step:
 
 
 def written(step: Step) -> str:
-    """As in a file."""
+    """The step, written as in a file."""
     actions = [f"{stage}{kind}{number}" for kind, stage, number in step]
     return actions[0] if len(actions) == 1 else f"({';'.join(actions)})OVERLAP_F_B"
 

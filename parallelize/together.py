@@ -1,4 +1,4 @@
-"""Work that all ranks do together: every rank learns if one fails, so that none waits for it."""
+"""Work that all ranks do together. If a rank fails, every rank learns of it, so no rank waits for the failed rank."""
 
 import functools
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from parallelize.groups import patient_group
 def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
     """Run action on every rank, or on the first alone; returns all ranks' results to every rank.
 
-    If action fails on any rank, every rank raises: ConfigError where that is what a rank raised, else OSError. Without
-    a group, ranks wait for each other in one of their own: training's timeout is short.
+    If action fails on any rank, every rank raises ConfigError if a rank raised ConfigError, and OSError otherwise. By
+    default ranks wait for each other in a separate group, because training's groups have a short timeout.
     """
     value, error, refused = None, None, None
     if dist.get_rank() == 0 or not first_only:
@@ -37,12 +37,12 @@ def together(action: Callable[[], Any], first_only: bool = False, group: dist.Pr
 
 @functools.cache
 def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Made once for all ranks of world."""
+    """The group in which ranks wait by default; made once for all ranks of world."""
     return patient_group()
 
 
 def read_together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
-    """As together, for actions that only read: that a file cannot be read is a ConfigError, and no verdict on it."""
+    """Like together, for actions that only read. A failed read raises ConfigError; the file need not be damaged."""
     try:
         return together(action, first_only, group)
     except OSError as error:

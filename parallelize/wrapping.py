@@ -1,4 +1,4 @@
-"""Whether fully_shard wraps the weights of a rank and frees them: data parallel does as said here, and rules ask it."""
+"""The choice whether fully_shard wraps a rank's weights and frees them, for data parallel and for rules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +45,6 @@ def wrapping_of(config: JobConfig, degrees: Degrees, experts: bool) -> Wrapping:
 
 
 def _precisions(config: JobConfig) -> set[str]:
-    """Precisions of parameters, but for routers, which keep theirs, and packed matrices."""
+    """Precisions of all parameters except routers, which keep their precision, and packed matrices."""
     base = config.model.lora.base if config.model.lora.rank else ""
     return {config.training.dtype, {"": config.training.dtype, "nf4": "bfloat16"}.get(base, base)}

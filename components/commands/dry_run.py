@@ -53,14 +53,14 @@ _COLLECTIVES = {
 }
 """Operations of torch, in the names that docs/ use."""
 _FILLS = ("copy_", "split_with_sizes_copy")
-"""Operations by which FSDP puts a gathered weight in its place, first and every other time."""
+"""Operations by which FSDP puts a gathered weight in its place, the first time and all later times."""
 
 
 HIGHEST = "in all, at the highest point"
 
 
 def init_fake_group() -> torch.device:
-    """Be the rank that RANK says, of WORLD_SIZE that are not there; returns the device of the fake tensors."""
+    """Join a fake group of WORLD_SIZE ranks as the rank RANK; returns the device of the fake tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
@@ -75,10 +75,10 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, mesh: Mesh | None, tensors: Any = ()) -> None:
-        """tensors: those that are there before, in lists of lists. Without a mesh no message is counted."""
+        """tensors: those that exist already, in nested lists. Without a mesh no message is counted."""
         super().__init__()
         groups = mesh.groups() if mesh else {}
-        # dp_shard or cp alone is fsdp too.
+        # If only one of dp_shard and cp is above 1, its group is fsdp's too, and takes the name fsdp.
         order = ("holders", "ep", "efsdp", "pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
         named = ((name, groups[name]) for name in order if name in groups)
         self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
@@ -88,7 +88,7 @@ class Meter(TorchDispatchMode):
         """(dimension, kind): number and bytes."""
         self._sizes: dict[int, int] = {}
         self._filled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Storages that may be freed without an operation: FSDP resizes those of gathered weights to nothing."""
+        """Storages that may be freed without an operation, because FSDP resizes those of gathered weights to 0."""
         self._keep(tensors)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -106,7 +106,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def note_update(self, *args: object) -> None:
-        """Before the optimizer's step, which on fake tensors copies all that it changes."""
+        """Notes the peak before the optimizer's step, which on fake tensors copies all that it changes."""
         self.peak_before_update = self.peak
 
     def _keep(self, values: Any, may_be_freed: bool = False) -> None:
@@ -157,7 +157,7 @@ class Meter(TorchDispatchMode):
 
 
 class _Rehearsal(Meter):
-    """Answers the only value that a step reads: yes, all stages of the pipeline were told their shapes."""
+    """Answers 1 for the only value that a step reads: whether all stages of the pipeline know their shapes."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
@@ -180,7 +180,7 @@ class NoData:
 
 @dataclass
 class _Pause:
-    """The meter counts nothing inside."""
+    """A context in which the meter counts nothing."""
 
     meter: Meter
 
@@ -193,12 +193,13 @@ class _Pause:
 
 @contextmanager
 def _pretences(meter: Meter) -> Iterator[None]:
-    """Updates in one piece: in a CPU's chunks a large model's would be a million operations. Balanced experts.
+    """A context in which a step on fake tensors has few operations, and a GPU's memory.
 
-    The loss takes a GPU's chunks of tokens: a CPU's are smaller, and so is their memory.
-
-    The first time that DTensor meets an operation, it calls the operation on fake tensors of global shapes to learn the
-    shape of the result. In a run they have no memory; here they are as fake as all others, and are not counted.
+    - An update is one piece, because in a CPU's chunks a large model's update would be a million operations.
+    - Experts are balanced.
+    - The loss takes a GPU's chunks of tokens, because a CPU's chunks take less memory.
+    - DTensor learns the shape of a new operation's result on fake tensors of global shapes. The meter does not count
+      these tensors, because in a run they have no memory.
     """
     of_update, of_loss = counter_hash.CHUNK["cpu"], loss.CHUNK["cpu"]
     to_host, lock = expert.to_host, ShardingPropagator._fake_mode_lock
@@ -212,7 +213,7 @@ def _pretences(meter: Meter) -> Iterator[None]:
 
 
 def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
-    """Build and step as the rank that RANK says, of WORLD_SIZE, on fake tensors: what it would hold and send."""
+    """Build and step on fake tensors as the rank RANK of WORLD_SIZE; the Meter has its bytes and messages."""
     device, training = init_fake_group(), config.training
     config = replace(config, compile=replace(config.compile, enable=False))
     degrees = resolve_degrees(config, dist.get_world_size())
@@ -236,7 +237,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
 def held(run: train.Run, meter: Meter) -> dict[str, int]:
     """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all.
 
-    Bytes in the host's memory alone come last.
+    Bytes that are only in the host's memory come last.
     """
     weights, gradients = _bytes(run.parameters), _bytes(p.grad for p in run.parameters if p.grad is not None)
     moments = _bytes(value for state in run.optimizer.state.values() for value in state.values() if value.ndim)
@@ -271,7 +272,7 @@ class DryRun:
 
 
 def dry_run(config: JobConfig) -> DryRun:
-    """The dry run of the rank that RANK says, of WORLD_SIZE."""
+    """The dry run of the rank RANK of WORLD_SIZE."""
     run, meter = rehearse(config)
     messages = [(*place, number, size) for place, (number, size) in sorted(meter.sent.items())]
     return DryRun(dist.get_rank(), dist.get_world_size(), held(run, meter), messages)

@@ -61,7 +61,7 @@ def _stages_misfit(job: JobConfig, key: str) -> str | bool:
 
 
 def _folder_misfit(job: JobConfig, key: str) -> str | bool:
-    """A folder of the run's outputs lies inside of the dump folder, and outside of what an export replaces."""
+    """Refuses an output folder outside the dump folder, or inside the folder that an export replaces."""
     dump, name = Path(job.job.dump_folder), value_of(job, key)
     folder, whole = (Path(os.path.realpath(path)) for path in (dump / name, dump))
     if folder == whole or not folder.is_relative_to(whole):

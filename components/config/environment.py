@@ -1,9 +1,9 @@
-"""Environment variables, whose empty value is the same as none."""
+"""Defaults of environment variables; a variable with an empty value counts as unset."""
 
 import os
 
 
 def set_default(name: str, value: str) -> None:
-    """Sets a variable that is unset or empty: libraries would take an empty one for a wrong value, or end on it."""
+    """Sets a variable that is unset or empty, because libraries reject an empty value, or end because of it."""
     if not os.environ.get(name):
         os.environ[name] = value

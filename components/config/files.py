@@ -26,7 +26,7 @@ WAITS_SECONDS = [0.1, 0.3, 1.0]
 def patiently(path: Path, read: Callable[[], T]) -> T:
     """Returns the result of read, which is retried after each pause of WAITS_SECONDS if it raises OSError.
 
-    Raises the last OSError; path becomes its file name if the error has none.
+    Raises the last OSError. If that error has no file name, its file name is set to path.
     """
     for seconds in WAITS_SECONDS:
         try:
@@ -77,7 +77,7 @@ def read_json_as(kind: type[Kind], path: Path) -> Kind:
 def refuse_pointer(path: Path, content: bytes = b"") -> None:
     """Raises ConfigError if the file is a pointer of Git LFS, which a clone without `git lfs` leaves in its place.
 
-    content: what was read of the file; if empty, a small file is read here.
+    content: the bytes already read from the file; if there are none, a file below 1 KiB is read here.
     """
     with contextlib.suppress(OSError):  # whoever reads the file will say so
         if not content and path.is_file() and path.stat().st_size < 1024:
@@ -104,9 +104,9 @@ def replace(path: Path, text: str) -> None:
 
 
 def make_staging(path: Path) -> Path:
-    """An empty folder beside `path`, which publish will rename to it. Removes the folder of a writer that was killed.
+    """Makes an empty folder beside `path`; publish renames it to `path`. Removes what a killed writer left.
 
-    A folder that such a writer was replacing is put back first.
+    If that writer had already moved the old folder away from `path`, the old folder is first moved back.
     """
     staging, replaced = staging_of(path), replaced_of(path)
     if replaced.exists() and not path.exists():
@@ -126,7 +126,7 @@ def replaced_of(path: Path) -> Path:
 
 
 def publish(staging: Path, path: Path) -> Path:
-    """Makes a written folder durable and renames it to `path`. Returns where a folder that was there is now."""
+    """Makes a written folder durable and renames it to `path`. Returns the path to which an older folder was moved."""
     for each in (*staging.iterdir(), staging):
         sync(each)
     replaced = replaced_of(path)
@@ -138,11 +138,11 @@ def publish(staging: Path, path: Path) -> Path:
 
 
 STAGING, REPLACED = ".staging-", ".replaced-"
-"""How names of folders begin that are being written, or replaced."""
+"""Prefixes of the names of folders that are being written, and of folders that are being replaced."""
 
 
 def writable(folder: Path) -> bool:
-    """Whether files can be made in a folder, which is made first if it is missing."""
+    """Whether files can be made in a folder; for a missing folder, whether the folder can be made."""
     folder = folder.absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
     return there.is_dir() and os.access(there, os.R_OK | os.W_OK | os.X_OK)

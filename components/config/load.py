@@ -76,7 +76,7 @@ def to_json(config: JobConfig) -> str:
 
 
 def from_json(text: str) -> JobConfig:
-    """The job of to_json. Nothing is read or checked again: the job file may have changed meanwhile."""
+    """The job of to_json. Nothing is read or checked again, because the job file may have changed."""
     return _table(JobConfig, json.loads(text))
 
 
@@ -97,7 +97,7 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 
 
 def absolute_tables(config: JobConfig) -> dict[str, Any]:
-    """The tables of to_dict with absolute paths, which mean the same from any folder; paths inside dump_folder stay."""
+    """The tables of to_dict with absolute paths, which mean the same from any folder. Paths in dump_folder are kept."""
     tables = to_dict(config)
     for key, annotation in FIELDS.items():
         *names, last = key.split(".")

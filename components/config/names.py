@@ -133,7 +133,7 @@ _ACCUMULATION = "training.global_batch_size, from which accumulation steps follo
 _CAPACITY = "nothing: no row is dropped, since which one would depend on the layout"
 _BALANCE = "experts.sequence_loss_factor, whose loss is of each sequence: one of each micro-batch depends on the layout"
 
-# Last name of another system's key -> the equivalent here.
+# Last part of another system's key -> the equivalent here.
 FOREIGN: dict[str, str] = {
     # Experts
     **dict.fromkeys(("ep", "ep_size", "ep_degree", "expert_model_parallel_size"), "parallelism.expert_parallel_degree"),

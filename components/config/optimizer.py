@@ -65,10 +65,10 @@ class Optimizer:
     head: Role = field(default_factory=Role)
     """The matrix from the last hidden state to the logits."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Precision of moments and momentum, with stochastic rounding; those of vectors stay float32. int8 has one scale
-    per block."""
+    """Precision of moments and momentum, with stochastic rounding. Vectors keep float32 states. int8 has one scale per
+    block."""
     state_offload: bool = False
-    """Keep moments and momentum in host memory; the update copies those of a few parameters at a time to the device."""
+    """Keep moments and momentum in host memory; the update copies the states of a few parameters at a time."""
     implementation: Literal["for-loop", "foreach", "fused"] = "fused"
     """Kernel of the update if weights and moments are float32; fused is fastest on CPU and CUDA."""
 
@@ -89,7 +89,7 @@ class LRScheduler:
     """Learning rate schedule: warm-up, stable, decay (arXiv:2404.06395)."""
 
     warmup_steps: NonNegative = 200
-    """Steps of linear warm-up from 0; a run may end during warm-up. The default is at most the schedule's length."""
+    """Steps of linear warm-up from 0; a run may end during warm-up. If unset: 200, or the schedule's length if less."""
     total_steps: Positive | None = None
     """Length of the schedule; training.steps if unset."""
     decay_ratio: Fraction | None = None

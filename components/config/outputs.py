@@ -38,8 +38,8 @@ class Metrics:
     save_tb_folder: FolderName = "tb"
     """Folder of the TensorBoard events, inside dump_folder."""
     enable_wandb: bool = False
-    """Log to Weights & Biases; WANDB_MODE=offline needs no network. Without an answer of the server at the start, the
-    run is kept in dump_folder, for `wandb sync`. Training never waits for it."""
+    """Log to Weights & Biases; WANDB_MODE=offline needs no network. If the server does not answer at the start, the
+    run is kept in dump_folder, for `wandb sync`. Training never waits for the server."""
 
 
 @dataclass(frozen=True, kw_only=True)

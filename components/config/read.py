@@ -16,7 +16,7 @@ from components.config.keys import FIELDS, ConfigError, describe_type, show, sho
 from components.config.names import RENAMED
 
 COMMAND_LINE = "command line"
-"""Origin of a setting that no file has."""
+"""Origin of a setting from the command line."""
 
 
 @dataclasses.dataclass
@@ -34,7 +34,7 @@ class Given:
 def read_regular(path: Path, most_bytes: int = 1 << 30) -> bytes:
     """The content of a user's file.
 
-    Raises OSError also if the file is too large or not a regular file: reading a pipe may never end.
+    Raises OSError also if the file is too large, or is no regular file, because reading a pipe may never end.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

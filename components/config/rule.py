@@ -1,4 +1,4 @@
-"""A rule: what is refused, as a row of a table; and the mistakes of a job that breaks such rows."""
+"""Rules, which are rows of tables of refusals, and the mistakes of a job that breaks rules."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -16,9 +16,9 @@ class Rule:
     key: str
     """The key that a mistake names."""
     misfit: Callable[..., str | bool]
-    """Called with the job and the facts of its table: the reason for a refusal with a remedy, or something false."""
+    """(job, facts of the table) -> the reason for a refusal, with a remedy; a false value if the job is accepted."""
     why: str = ""
-    """Why it cannot be, or what it would take, where the reason does not say all."""
+    """Why the setting cannot work, or what support for it would take, if the reason does not say all."""
 
 
 def broken_rules(rules: Iterable[Rule], config: JobConfig, *facts: Any) -> list[str]:

@@ -202,7 +202,7 @@ class Float8:
     """Matrix products of the layers in float8, by torchao; needs model.converters = ["quantize.linear.float8"]."""
 
     recipe_name: Literal["rowwise_with_gw_hp", "rowwise", "tensorwise"] = "rowwise_with_gw_hp"
-    """Granularity of the scales. Only the scales of the default do not depend on the layout."""
+    """Granularity of the scales. Only the default has scales that are the same at every layout."""
     filter_fqns: list[str] = field(default_factory=list)
     """Modules whose names contain one of these strings are not converted; the head never is."""
     emulate: bool = False
@@ -265,7 +265,7 @@ class Comm:
     mode: Literal["default", "fake_backend"] = "default"
     """fake_backend: a dry run of one step in one process, for any number of ranks (docs/dry_run.md)."""
     share_gpus: bool = False
-    """Ranks of one node share its GPUs where there are fewer: to try a layout on the GPUs at hand. Slow, because ranks
+    """Let the ranks of a node share its GPUs if there are fewer GPUs than ranks, to try a layout. Slow, because ranks
     exchange all messages through sockets; mfu is unknown."""
     init_timeout_seconds: Seconds = 300
     """Timeout of a collective until the end of the first step."""
@@ -284,8 +284,9 @@ class Debug:
     deterministic_warn_only: bool = False
     """With deterministic: an op without a deterministic kernel warns instead."""
     check_replicas_freq: NonNegative = 0
-    """Every this many steps, check that replicated state is bitwise equal: weights and moments of replicas, norms of
-    tensor parallel. If a rank differs, the run names that rank and stops before it saves. 0 for never."""
+    """Every this many steps, check that replicated state is bitwise equal: weights and moments of replicas, and tensors
+    that tensor parallel does not split, such as norms. If a rank differs, the run names that rank and stops before it
+    saves. 0 for never."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -321,7 +321,7 @@ def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tu
 
 
 def _cut(document: str, start: int) -> int:
-    """The end of the chunk that begins at start: if possible before a space after a word, which no token spans."""
+    """The end of the chunk that begins at start: if possible between a word and a space, where no token goes across."""
     last = start + _CHUNK
     if last >= len(document):
         return len(document)
@@ -335,7 +335,8 @@ def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_path, separator)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
-    # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk and drops its tokens.
+    # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk, and drops the word's
+    # tokens.
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
 
 
@@ -353,7 +354,7 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
     """Token ids as bytes, with BOS at the start of a document and EOS at its end, if the tokenizer has them.
 
-    A token that is both is written once, at the start: a text that is generated begins with it, too.
+    A token that is both is written once, at the start, because a generated text begins with that token too.
     """
     tokenizer = _worker["tokenizer"]
     ids = tokenizer.encode(text)

@@ -22,15 +22,15 @@ from components.data.packed import PackedSequences
 from components.launch.process import shorten_temporary_folder
 
 IGNORED = -100
-"""Label without loss: of padding, or of a token that is not trained."""
+"""Label of tokens without loss: padding, and tokens that are not trained."""
 COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
     "dropout_keys": lambda sequences, positions, seed: token_keys(positions, sequences.seq_len, seed),
 }
-"""Further columns of a batch: (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
+"""Name of a further column of a batch -> (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
 DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
     "labels": lambda sequences, numbers: sequences.count_valid(numbers),
 }
-"""Objective.divisor -> its count in the sequences with these numbers."""
+"""Objective.divisor -> (sequences, sequence numbers) -> the count by which the loss is divided."""
 
 
 @dataclass(eq=False)
@@ -59,7 +59,7 @@ class GlobalOrder(Sampler):
             step_start += self.global_batch_size
 
     def count(self, what: str) -> int:
-        """Counts a row of DIVISORS in the next global batch; every rank does so by itself, without a collective."""
+        """The count of one of DIVISORS in the next global batch. Each rank counts all of it, without a collective."""
         positions = np.arange(self.consumed_sequences, self.consumed_sequences + self.global_batch_size)
         return DIVISORS[what](self.sequences, self.sequences.at(positions, self.seed))
 
@@ -97,8 +97,8 @@ def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool)
 
 
 def _start_worker(leaving: Any, worker_id: int) -> None:
-    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. They obey
-    # SIGTERM only when the rank's interpreter ends and waits for them.
+    # Signals reach the whole process group, but a rank that saves before it stops still needs its workers. Workers
+    # obey SIGTERM only once the rank's interpreter ends and waits for its workers.
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(0) if leaving.value else None)
@@ -118,8 +118,8 @@ def build_loader(
 ) -> Iterator[dict[str, Tensor]]:
     """Yields batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
-    With document_mask a batch also has document_ids, and positions restart at each document. columns names rows of
-    COLUMNS that it has too. Raises RuntimeError if a worker dies, ConfigError if TMPDIR is too long for its sockets.
+    With document_mask a batch also has document_ids, and positions restart at each document. columns: names
+    of further columns (COLUMNS). Raises RuntimeError if a worker dies, ConfigError if TMPDIR is too long for sockets.
     """
     config = config or DataLoader()
     if config.num_workers:
@@ -139,8 +139,8 @@ def build_loader(
         prefetch_factor=config.prefetch_factor,
         generator=torch.Generator(),  # otherwise each start draws from the global random state
         worker_init_fn=partial(_start_worker, leaving),
-        # Forked workers deadlock if the parent has run multi-threaded operations. A fork server would be ended by
-        # SIGTERM to the process group, and its workers with it.
+        # Forked workers deadlock if the parent has run multi-threaded operations. SIGTERM to the process group would
+        # end a fork server and its workers.
         multiprocessing_context=context if config.num_workers else None,
     )
     return _batches(loader)
@@ -155,9 +155,9 @@ def validation_batches(
     document_mask: bool = False,
     columns: Sequence[str] = (),
 ) -> Iterator[dict[str, Tensor]]:
-    """Yields one rank's batches (as build_loader) of the first max_sequences sequences; each is on one rank, in order.
+    """Yields one rank's batches of the first max_sequences sequences, in order. Each sequence is on one rank only.
 
-    All ranks get the same number of batches. Labels of padding are IGNORED.
+    Batches are as in build_loader; all ranks get the same number of batches. Labels of padding are IGNORED.
     """
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):

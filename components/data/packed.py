@@ -178,7 +178,7 @@ def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedS
 def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
     from parallelize.together import together
 
-    # A dataset of the hub may change at any time: all ranks read the commit that rank 0 has resolved.
+    # A dataset of the hub may change at any time, so all ranks read the commit that rank 0 has resolved.
     spec = together(lambda: stream_spec(config), first_only=True)[0]
     _check_vocabulary(config, spec.vocab_size, vocab_size)
     first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0

@@ -99,7 +99,7 @@ class Unread:
 
     @property
     def is_most(self) -> bool:
-        """Whether they are most of the bytes."""
+        """Whether the files that are not read have more bytes than those that are."""
         return self.size_bytes > self.read_bytes
 
     def __str__(self) -> str:
@@ -132,7 +132,7 @@ _NO_DATA = re.compile(
 
 
 def _is_data(file: Path) -> bool:
-    """Whether a file looks like data, which may be shards without an ending, or with a number for one."""
+    """Whether a file looks like data. A shard of data may have no ending, or a number as its ending."""
     end = ending(file)
     is_shard = not end or end[1:].isdigit()
     return not _NO_DATA.fullmatch(file.name) and (is_shard or end in READERS or end in _REMEDY)

@@ -50,9 +50,9 @@ Kind = TypeVar("Kind")
 def around_documents(file: Path, separator: str = AUTO) -> tuple[SpecialToken, SpecialToken]:
     """The tokens before and after each document, for a tokenizer.json and training.dataset_separator.
 
-    The files are read as transformers reads them: tokenizer_config.json, replaced by special_tokens_map.json unless the
-    former lists added tokens. A token that neither file mentions is one whose id is in config.json or
-    generation_config.json. Raises ConfigError if a file cannot be read.
+    As in transformers, special_tokens_map.json overrides tokenizer_config.json, unless the latter lists added tokens.
+    If neither file mentions a token, config.json or generation_config.json names it by id. Raises ConfigError if a file
+    cannot be read.
     """
     if separator == NONE:
         return SpecialToken(), SpecialToken()

@@ -1,4 +1,4 @@
-"""Streams a dataset of the hub, or a folder with its layout: tokenizes documents ahead of training.
+"""Streams a dataset of the hub, or a folder of such files: tokenizes documents ahead of training.
 
 <cache_folder>/stream-<hash>/tokens.bin, documents.bin   growing files as in cache.py, in the order of the dataset
                              progress.json               published tokens and documents, position of the writer
@@ -65,7 +65,7 @@ class StreamSpec(DataSpec):
     key: str
     """Identifies the token sequence. The key of a folder depends on the names and sizes of its files."""
     content: str | None
-    """Hash of a folder's files, of which large ones are sampled; None for a hub dataset, identified by its commit."""
+    """Hash of a folder's files; large files are only sampled. None for a hub dataset, which its commit identifies."""
     vocab_size: int
     folder: Path
     """Folder of the cache."""
@@ -199,7 +199,7 @@ def stream_documents(spec: StreamSpec, place: dict[str, Any]) -> Iterator[tuple[
 def _texts(builder: Any, records: int) -> Iterator[tuple[Document, dict[str, Any]]]:
     """Yields (pieces of a text file, {}), after the first `records` files.
 
-    A document is a file, as without streaming, which may be larger than memory. But each \\r becomes \\n.
+    A document is a whole file, as without streaming, and may be larger than memory. But each \\r becomes \\n.
     """
     from datasets import StreamingDownloadManager
     from datasets.utils.file_utils import xopen
@@ -235,7 +235,7 @@ def _records(builder: Any, spec: StreamSpec, place: dict[str, Any]) -> Iterator[
             values = pyarrow.array([value if isinstance(value, str) else None for value in decoded], pyarrow.string())
         return pyarrow.table({field: values.cast(pyarrow.string())})
 
-    # The library casts all columns of all files to those of the first file, which may differ in what is no text.
+    # The library casts the columns of all files to those of the first file, but other columns than text may differ.
     builder._cast_table = text_only
     if builder.info.features is not None or builder.name in ("arrow", "parquet"):
         builder.info.features = datasets.Features({field: datasets.Value("string")})
@@ -257,7 +257,7 @@ def _records(builder: Any, spec: StreamSpec, place: dict[str, Any]) -> Iterator[
 
 @contextmanager
 def _one_line(spec: StreamSpec, records: int) -> Iterator[None]:
-    """Turns any error into a ConfigError of one line, but errors of the network and of the disk, which may be over."""
+    """Turns any error into a ConfigError of one line, except errors of the network or disk, which a retry may end."""
     try:
         yield
     except Exception as error:
@@ -277,7 +277,7 @@ def _builder(spec: StreamSpec) -> Any:
     - The kind of the dataset's files is not supported, or it has no split "train".
     - A package is missing that decompresses the files.
     - The metadata of a folder names files outside of that folder.
-    - A folder has files that are read without streaming, and belong to no split that the library finds.
+    - A folder has files that a run without streaming would read, but that are in no split that the library finds.
     """
     import datasets
 
@@ -314,7 +314,7 @@ def _builder(spec: StreamSpec) -> Any:
 
 
 def _paths(files: Iterable[str]) -> list[Path]:
-    """The files of a folder, of which the library may name parts."""
+    """The paths of files; the library may name a part of a file, before "::"."""
     return [Path(str(file).rpartition("::")[2]) for file in files]
 
 
@@ -333,7 +333,7 @@ _KINDS = ("parquet", "json", "text", "csv", "arrow")
 _PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
 """Ending of a compressed file -> package that the library needs for it."""
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
-"""Errors of the system that a retry does not end."""
+"""System errors that a retry would not resolve."""
 _MOVE = "rename or move it, or leave out training.dataset_streaming"
 
 
@@ -351,7 +351,7 @@ class StreamCache:
     """A growing cache. tokens and document_ends are as last mapped; reach waits for more tokens."""
 
     trained: np.ndarray | None = None
-    """As of TokenCache."""
+    """As in TokenCache."""
 
     def __init__(self, spec: StreamSpec, writer: "subprocess.Popen[str] | None" = None) -> None:
         self.spec, self.key, self.folder = spec, spec.key, spec.folder

@@ -127,7 +127,7 @@ class JsonTokenizer:
         except Exception as error:  # tokenizers raises no narrower type
             raise ConfigError(f"{path}: not a tokenizer.json: {short(str(error))}") from None
         self._tokenizer.encode_special_tokens = True
-        # Some files ask for truncation and padding: that would lose the rest of a document.
+        # Some files ask for padding, and for truncation, which would lose the rest of a document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         # Ids may have gaps.
@@ -160,7 +160,7 @@ def _around(file: Path, separator: str) -> tuple[SpecialToken, SpecialToken]:
 
 
 def _id(tokenizer: Tokenizer, special: SpecialToken) -> int | None:
-    """The token's id. An id from a model's config.json may belong to another tokenizer: only special tokens count.
+    """The token's id. A config.json may have the ids of another tokenizer, so only special tokens count.
 
     Raises ConfigError if the tokenizer does not have a token that is named by its content.
     """
@@ -251,8 +251,8 @@ def fingerprint(path: str, separator: str = AUTO) -> str:
     file = find_tokenizer(path)
     settings = file.with_name(SETTINGS)
     content = file.read_bytes() + (settings.read_bytes() if settings.exists() else b"")
-    # The content says which tokens tokenizer_config.json names. Hashing other tokens alone keeps the keys of caches
-    # from the time when that file was the only one to be read, and a token that was both BOS and EOS was written twice.
+    # The content covers the tokens that tokenizer_config.json names. Only other tokens are hashed, so that old caches
+    # keep their keys. For old caches no other file was read, and a token that is both BOS and EOS was written twice.
     named = [special.token for special in _around(file, separator)]
     before = [special.token for special in (in_settings(file) if file.suffix == ".json" else _around(file, AUTO))]
     if named != before or named[0] == named[1]:
@@ -271,7 +271,7 @@ def passed_over(path: str) -> list[str]:
 
 
 def check_tokenizer(config: JobConfig) -> list[str]:
-    """Lines about the tokenizer that a start says: the file that is passed over, documents that have no end token.
+    """Lines that a start prints about the tokenizer: a file that is passed over, documents without an end token.
 
     Raises ConfigError if the tokenizer lacks the token of training.dataset_separator.
     """

@@ -34,9 +34,10 @@ def leave(code: int) -> NoReturn:
 
 
 def run_to_exit(main: Callable[[T], int], given: T) -> NoReturn:
-    """Runs main(given) and ends the process with its exit code, or after an error with a message and the error's code.
+    """Runs main(given) and ends the process with the exit code that main returns.
 
-    A process that crashes (segmentation fault, abort of glibc) prints the stacks of its threads.
+    After an error, prints a message and ends with the code of that error. A process that crashes (segmentation fault,
+    abort of glibc) prints the stacks of its threads.
     """
     faulthandler.enable()
     outlive_readers()
@@ -76,7 +77,7 @@ _SIGNS_OF_FULL_MEMORY = (
     *("can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),
     *("CUDA calloc", "failure 2 'out of memory'"),
 )
-"""Texts in out-of-memory errors that are no torch.OutOfMemoryError: of the host's allocator, CUDA, cuBLAS and NCCL."""
+"""Texts of out-of-memory errors other than torch.OutOfMemoryError, from the host's allocator, CUDA, cuBLAS, NCCL."""
 _OUT_OF_MEMORY = """Out of memory. Four keys to try:
   training.local_batch_size                fewer sequences at a time; with training.global_batch_size set, the same run
   parallelism.data_parallel_shard_degree   more ranks to share weights, gradients and optimizer

@@ -128,7 +128,7 @@ def _in_venv(*words: str, stdout: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _lock() -> Iterator[None]:
-    """Holds a lock, which the operating system releases when the process dies if the file system has flock."""
+    """Holds a lock. On a file system with flock, the operating system releases the lock when the process dies."""
     path = ROOT / ".cache/environment.lock"
     path.parent.mkdir(exist_ok=True)
     with path.open("w") as file, contextlib.ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Locks between processes of all hosts that share a folder.
 
-flock, which the kernel releases when the holder ends in any way. A file system without flock (Lustre, some FUSE) gets a
-soft lock: the file's existence. A killed holder leaves its file. A process of the same host takes over; on another host
-nobody can know whether the holder lives, so messages name the holder, and the file to remove.
+A lock uses flock, which the kernel releases however the holder ends. On a file system without flock (Lustre, some FUSE)
+it is a soft lock: the file's existence. A killed holder leaves the file behind. A process of the same host then takes
+the lock over. Another host cannot know whether the holder lives, so messages name the holder and the file to remove.
 """
 
 import atexit
@@ -138,13 +138,13 @@ def free_lock_of_dead(path: Path) -> None:
 def _release_soft_locks() -> None:
     for lock in _kept:
         path = Path(lock.lock_file)
-        # Not release, which may wait for the thread that this call has interrupted. A fork has its parent's list.
+        # release could wait for the thread that this call interrupts. A fork has its parent's list, but owns no lock.
         if isinstance(lock, SoftFileLock) and _owner(path) == (os.getpid(), socket.gethostname()):
             with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def end_process(code: int) -> NoReturn:
-    """Ends this process without the interpreter's tear-down, but not without releasing its soft locks."""
+    """Releases this process's soft locks, then ends it without the interpreter's tear-down."""
     _release_soft_locks()
     os._exit(code)

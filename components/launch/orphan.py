@@ -33,7 +33,7 @@ def rank_log() -> str | None:
 
 
 def outlive_readers() -> None:
-    """Redirects Python's output to the rank's log once the launcher stops reading, where a write would be an error."""
+    """Redirects Python's output to the rank's log once the launcher stops reading, because a write would then fail."""
     if rank_log():
         sys.stdout, sys.stderr = _text(1, sys.stdout), _text(2, sys.stderr)
 

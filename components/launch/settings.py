@@ -64,7 +64,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
     if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
     integer("TORCH_FR_BUFFER_SIZE", 0, 0)  # torch would end on another value
-    # A number for each level of nested parallelism. OpenMP would pass over another value, and take all cores.
+    # One number per level of nested parallelism. OpenMP would ignore any other value, and use all cores.
     if (value := environment.get("OMP_NUM_THREADS")) and not re.fullmatch(r"[1-9]\d{0,8}(,[1-9]\d{0,8})*", value):
         mistakes.append(wrong(environment, "OMP_NUM_THREADS", "expected an integer of 1 or more"))
     if (value := environment.get("LOGLEVEL")) and value not in logging.getLevelNamesMapping():
@@ -93,7 +93,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
 
 
 def with_variables(argv: list[str], environment: Mapping[str, str]) -> list[str]:
-    """argv after the options that CONFIG_FILE and COMM_MODE stand for, as in torchtitan; argv wins over these.
+    """The options that CONFIG_FILE and COMM_MODE stand for, as in torchtitan, followed by argv, which wins.
 
     Raises ConfigError for a COMM_MODE that does not exist.
     """
@@ -123,7 +123,7 @@ def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
 def _default_ranks(config: JobConfig, nodes: int) -> int:
     """Number of GPUs of this node; on CPU the number of ranks that the layout needs, or 2 if any number works.
 
-    Ranks that may share GPUs are as many as the layout needs, if there are fewer GPUs.
+    If ranks may share GPUs, there are at least as many ranks as the layout needs.
     """
     needed, degrees = minimum_ranks(config), config.parallelism
     any_number = -1 in (degrees.data_parallel_replicate_degree, degrees.data_parallel_shard_degree)

@@ -17,7 +17,10 @@ from parallelize.sharding import describe_memory
 
 
 def introduce(config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], batches: int) -> str:
-    """describe, and what this rank keeps; with job.print_config the whole job first. batches: as in describe_memory."""
+    """The lines of describe, and this rank's memory; with job.print_config, the whole job comes first.
+
+    batches: as in describe_memory.
+    """
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
     each = config.parallelism.fsdp_reduce_gradients == "each"
     parameters = [parameter for stage in stages for parameter in stage.parameters()]

@@ -58,7 +58,7 @@ class Dynamics:
         self.shards = [_Shards(groups, shards, len(self.parts)) for groups, shards in split.items()]
 
     def after_update(self, expert_rows: Tensor | None = None) -> None:
-        """Reduce over ranks, with one or two messages for each dimension of the mesh, not for each layer.
+        """Reduce the step's numbers over ranks, with one or two messages for each mesh dimension, not for each layer.
 
         expert_rows: (layers of these stages, E), as expert.py's balance gives them.
         """
@@ -89,7 +89,7 @@ class Dynamics:
 
 
 class _Mixtures:
-    """The layers with experts: loads, over the mean of a layer's experts, and the entropy of routers."""
+    """Layers with experts: the load of each expert divided by its layer's mean load, and the entropy of routers."""
 
     def __init__(self, model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
         self.layers = [name for name, module in model.named_modules() if _has_experts(module)]

@@ -1,7 +1,7 @@
 """Which updates are made: none from a gradient that is not finite and, on request, none at a spike of loss or norm.
 
 Each step is judged on the device, by numbers that are the same on every rank. The host reads a judgement one step
-later, so that it never waits for the step that it has just started; once the run is to stop, nothing is updated.
+later, so that it never waits for the step that it has just started. Once the run has to end, no step updates a weight.
 """
 
 import json
@@ -53,7 +53,7 @@ class Judgement:
 
 
 class Guards:
-    """Judges every step; judge is called by all ranks, and all judge alike."""
+    """Judges every step. All ranks call judge, with the same result."""
 
     def __init__(self, training: Training, dump_folder: Path, mesh: Mesh, device: torch.device) -> None:
         self.limit, self.dump_folder, self.device = training.max_nonfinite_steps, dump_folder, device
@@ -83,10 +83,11 @@ class Guards:
         return accepted
 
     def check(self, order_from: Callable[[int], GlobalOrder], stages: Sequence[nn.Module], now: bool) -> None:
-        """Say what was found a spike; end the run after training.max_nonfinite_steps skipped steps in a row.
+        """Report spikes; end the run after training.max_nonfinite_steps skipped steps in a row.
 
-        Called each step. It itself is read only if `now`, the step before it always. order_from: the sequences of this
-        rank from a position of the data order on. Raises SystemExit on every rank, after writing what it saw.
+        Called each step. The judgement of the step before is always read, that of this step only if `now`. order_from:
+        position of the data order -> this rank's sequences from there on. Raises SystemExit on every rank, after each
+        rank has written its evidence.
         """
         for judgement in (self.earlier, self.last if now else None):
             if judgement:
@@ -134,7 +135,7 @@ class Guards:
 class Spikes:
     """Finds steps whose loss or gradient norm is more than sigma standard deviations above the mean of recent steps.
 
-    As in OLMo-core's SkipStepOptimizer, a spike is one of the recent steps too: a lasting change is soon accepted.
+    As in OLMo-core's SkipStepOptimizer, recent steps include spikes, so that a lasting change is soon accepted.
     """
 
     def __init__(self, sigma: float, window: int, mesh: Mesh, device: torch.device) -> None:
@@ -184,7 +185,7 @@ def _tell_spike(step: int, spike: float, loss: float, norm: float, highest_loss:
 def write_evidence(judgement: Judgement, order: GlobalOrder, stages: Sequence[nn.Module], folder: Path) -> None:
     """Write what this rank saw in a step: rank_R.safetensors (its sequences) and rank_R.json (its numbers).
 
-    order: from the step's first sequence on. Tensors are those of a batch, each (sequences, seq_len).
+    order: this rank's sequences from the step's first on. Tensors are those of a batch, each (sequences, seq_len).
     """
     rank = dist.get_rank()
     try:
@@ -200,7 +201,7 @@ def write_evidence(judgement: Judgement, order: GlobalOrder, stages: Sequence[nn
 
 
 def _numbers(judgement: Judgement, stages: Sequence[nn.Module]) -> dict[str, Any]:
-    """A rank's own numbers; those that are not finite as text, for which JSON has no number."""
+    """A rank's own numbers. Numbers that are not finite become text, because JSON has none."""
     names = defaultdict(list)
     for name, parameter in (each for stage in stages for each in stage.named_parameters()):
         if parameter.grad is not None and not is_copy(parameter):

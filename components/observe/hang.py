@@ -1,9 +1,9 @@
-"""A rank that the others wait for in vain: which one, in which mesh dimension and operation, since when.
+"""Finds the rank that others wait for in vain, and says in which mesh dimension and operation, and since when.
 
-torch's flight recorder notes each collective as it is enqueued, with its group, and whether it is done. When one times
-out on some rank, an alarm in the store wakes a thread on every rank that lives. Each reports through the store what its
-main thread waits for, and writes the stacks of its threads to its log. The missing rank is the one that does not
-report, or that waits for no collective.
+torch's flight recorder notes each collective as it is enqueued, with its group, and whether it is done. When a
+collective times out on some rank, an alarm in the store wakes a thread on every living rank. Each living rank reports
+through the store what its main thread waits for, and writes the stacks of its threads to its log. The missing rank is
+the one that does not report, or that waits for no collective.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Report:
 
 
 class HangWatch:
-    """Inside, a collective that times out ends every rank, with a sentence and LOST_RANK. No step is longer for it."""
+    """A context. A collective that times out in it ends every rank, with a sentence and LOST_RANK. It slows no step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -68,14 +68,14 @@ class HangWatch:
         self.stage: Any = used.get("pp")
         self.main = threading.get_ident()
         self.snapshots: list[list[Wait]] = []
-        """The last two: one may come between a failure and the end of this context."""
+        """The last two looks, because one may fall between a failure and the end of this context."""
         self.in_pipeline_since: float | None = None
         self.ended = threading.Event()
         self.prefix = f"hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
 
     def __enter__(self) -> Self:
         if self.world_size > 1:
-            # Connections of their own: the main thread, and _answer, may be inside a call that waits.
+            # Two connections, because the main thread and _answer may each be inside a call that waits.
             store: Any = dist.distributed_c10d._get_default_store()
             self.store, self.own = store.clone(), store.clone()
             for work in (self._answer, self._look):
@@ -143,7 +143,7 @@ class HangWatch:
             looked = time.monotonic()
             self.snapshots = [*self.snapshots[-1:], self._recorded()]
             used_before, used = used, time.clock_gettime(clock(self.main)) if clock else time.monotonic()
-            # A stage that is only slow lets its peers go on with each micro-batch: they use more than a millisecond.
+            # The peers of a stage that is only slow go on with each micro-batch, and use more than a millisecond.
             waiting = used - used_before < 1e-3 and self._in_pipeline()
             before, now = now, time.time()
             if not waiting or self.in_pipeline_since is None:
@@ -189,14 +189,14 @@ class HangWatch:
 
 
 def _end(said: str) -> NoReturn:
-    """At once: what main does at its end, as drawing a picture, would keep the other ranks waiting."""
+    """Ends this process at once, because the end of main (it draws loss.png) would keep the other ranks waiting."""
     sys.stdout.flush()
     print(said, file=sys.stderr, flush=True)
     end_process(ExitCode.LOST_RANK)
 
 
 def sentence(reports: dict[int, Report], world_size: int) -> str:
-    """Who is missing, for whom, in what and since when. reports: of the ranks that live."""
+    """Says which ranks are missing, which wait for them, in which collective, since when. reports: of living ranks."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     missing = silent or [rank for rank, report in reports.items() if not report.waits and not report.failed]
     seen = [(wait, rank) for rank, report in reports.items() for wait in report.waits]

@@ -39,7 +39,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The first of PEAK_FLOPS whose name is in the device's, as words of it."""
+    """The value of the first name in PEAK_FLOPS that the device's name contains as whole words."""
     return next((peak for name, peak in PEAK_FLOPS.items() if re.search(rf"\b{name}\b", device_name)), None)
 
 
@@ -63,7 +63,7 @@ class Metrics:
             self._write_run(layout)
 
     def resume(self, step: int, tokens: int) -> None:
-        """Continue after this step; an earlier run's rows beyond it are dropped, since they will come again."""
+        """Continue after this step. An earlier run's rows of later steps are dropped, because those steps run again."""
         self.last_step, self.last_tokens, self.first_step = step, tokens, step
         self.started = self.last_time = time.perf_counter()
         if self.rank:
@@ -168,7 +168,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turns an OSError, as of a full disk, into a ConfigError: before the first step nothing is lost."""
+        """Turns an OSError, as of a full disk, into a ConfigError, because nothing is lost before the first step."""
         try:
             yield
         except OSError as error:
@@ -182,7 +182,7 @@ NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
     "memory_gib": lambda metrics, row: _memory_gib(metrics.device),
     "seconds": lambda metrics, row: time.perf_counter() - metrics.started,
 }
-"""Numbers added to each logged row, in this order, from the row so far: step, tokens, values of train.py's log."""
+"""Numbers added to each logged row, in this order. A function gets the row so far: step, tokens, train.py's values."""
 
 
 def lock_folder(config: JobConfig) -> None:
@@ -225,14 +225,14 @@ def git_revision() -> dict[str, Any]:
 
 
 def _without_nan(value: Any) -> Any:
-    """Numbers that are not finite as null: JSON has no NaN."""
+    """Replaces numbers that are not finite by None (null), because JSON has no NaN."""
     if isinstance(value, dict):
         return {key: _without_nan(inside) for key, inside in value.items()}
     return value if value is None or math.isfinite(value) else None
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Scalars by name for the trackers; dynamics get names as gradient_norm/layers.0."""
+    """Scalars by name for the trackers; dynamics are named like gradient_norm/layers.0."""
     tables = row.get("dynamics", {}).items()
     dynamics = {f"{table}/{part}": value for table, parts in tables for part, value in parts.items()}
     return {key: value for key, value in row.items() if key != "dynamics"} | dynamics

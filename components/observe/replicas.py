@@ -19,7 +19,7 @@ from parallelize.sharding import settle
 _COLUMNS = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _DIMENSIONS = ("dp_replicate", "fsdp", "tp")
-"""Along which ranks may hold the same. The two ends of a pipeline, which may hold a tied table, are not compared."""
+"""Mesh dimensions along which ranks may hold the same bits. A tied table at both ends of a pipeline is not compared."""
 
 Held = tuple[str, frozenset[str], Tensor]
 """Name of a tensor, the mesh dimensions along which ranks hold the same bits of it, and this rank's part."""
@@ -109,7 +109,7 @@ def column_sums(tensor: Tensor) -> Tensor:
 
 
 def mix(sums: Tensor) -> Tensor:
-    """One int64 of (tensors, 1024) sums. Factors are odd: a change of one sum by a power of two never vanishes."""
+    """One int64 of (tensors, 1024) sums. Factors are odd, so a change of one sum by a power of two never vanishes."""
     tensors, columns = (2 * torch.arange(size, device=sums.device) + 1 for size in sums.shape)
     return (sums * tensors[:, None] * columns).sum()
 

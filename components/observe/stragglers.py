@@ -1,7 +1,7 @@
-"""Ranks that are slow for many steps: at logged steps, the time that each takes itself, without waiting for others.
+"""Detection of ranks that are slow for many steps, by each rank's own time, without waiting, in logged steps.
 
-A thread looks where the main thread is, a few hundred times a second, during a logged step alone. Time inside a call of
-torch.distributed is waiting. With CUDA the main thread hardly computes: what is found there is a slow loader or host.
+In a logged step a thread samples, a few hundred times a second, where the main thread is. Time inside a call of
+torch.distributed is waiting. With CUDA the main thread hardly computes, so only a slow loader or host is found.
 """
 
 import statistics
@@ -18,21 +18,21 @@ from parallelize.mesh import Mesh
 
 _INTERVAL_SECONDS = 0.005
 _SLOW, _LOGGED_STEPS, _LEAST_SECONDS = 1.3, 3, 0.03
-"""A rank is slow that takes this many times the median, in this many logged steps in a row; and not by chance."""
+"""A rank is slow if it exceeds 1.3 times the median, and the median by 0.03 s, in 3 logged steps in a row."""
 _WAITING = ("/torch/distributed/", "/components/launch/signals.py")
 _CALLS = ("/torch/_ops.py", "/torch/_library/autograd.py")
-"""Through which operations are called."""
+"""Files of torch through which operations are called."""
 _COMPUTING = "/torch/distributed/tensor/"
 """The folder of torch.distributed whose calls compute; collectives are called through another folder."""
 
 
 class Stragglers:
-    """Enter it for a logged step, on all ranks; with one rank nothing is looked at."""
+    """On all ranks, enter `watched` for a logged step, then call `compare`. Stages of one rank are left out."""
 
     def __init__(self, mesh: Mesh) -> None:
         stages = list(zip(*mesh.peers("pp"), strict=True))
         self.peers = [sorted(ranks) for ranks in stages if len(ranks) > 1]
-        """Ranks that have as much to do: those of the same stage."""
+        """Groups of ranks with equal work: the ranks of one stage."""
         self.slow: dict[int, int] = {}
         """Rank -> logged steps in a row in which it was slow."""
 
@@ -40,7 +40,7 @@ class Stragglers:
         return OwnTime(enabled=logged and bool(self.peers))
 
     def compare(self, own: "OwnTime") -> list[str]:
-        """Say which ranks have been slow for some time, and return the lines; waits for all ranks if own is enabled."""
+        """Print which ranks have been slow for some time, and return the lines. Waits for all ranks if enabled."""
         if not own.enabled:
             return []
         seconds, lines, slow = gather(own.seconds), [], {}
@@ -61,7 +61,7 @@ class Stragglers:
 
 
 class OwnTime:
-    """Time that the main thread spends inside, without that in calls of torch.distributed."""
+    """Time of the main thread inside the `with` block, without the time in calls of torch.distributed."""
 
     def __init__(self, enabled: bool) -> None:
         self.enabled, self.seconds = enabled, 0.0

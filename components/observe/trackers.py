@@ -14,7 +14,7 @@ from components.config import ConfigError, JobConfig, mistake, to_dict
 Row = dict[str, Any]
 """Scalars of one step by name; "step" is among them."""
 Writer = tuple[Callable[[Row], None], Callable[[], None]]
-"""Writes a row; closes."""
+"""(function that writes a row, function that closes the tracker)."""
 _LAST_SECONDS = 60.0
 """Time at the end of a run for rows that are not sent yet."""
 _INIT_SECONDS = 30
@@ -54,7 +54,7 @@ class Tracker:
 
 
 def trackers(config: JobConfig, step: int) -> list[Tracker]:
-    """The trackers that the job asks for, of a run that continues after this step."""
+    """The trackers that the job asks for. step: the last step of the checkpoint that the run continues, or 0."""
     folder, found = Path(config.job.dump_folder), []
     if config.metrics.enable_tensorboard:
         found.append(Tracker("TensorBoard", lambda: _tensorboard(folder / config.metrics.save_tb_folder, step)))

@@ -22,7 +22,7 @@ def chunks(
 ) -> Iterator[tuple[slice, Indices]]:
     """This rank's rows, some at a time: (rows of the slice viewed as (-1, columns), indices in the full tensor).
 
-    device: of the indices, by default the parameter's; part: these rows alone, which are counted from its start.
+    device: of the indices, by default the parameter's. part: only these rows; the first of them is then row 0.
     """
     local, offset = own_slice(parameter)
     if local.numel() == 0:

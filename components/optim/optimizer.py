@@ -1,4 +1,4 @@
-"""Optimizers, the learning rate at a step, the gradient norm, and an update that skips what is not finite."""
+"""Optimizers, the learning rate at a step, the gradient norm, and the update, which a guard may skip."""
 
 import functools
 import math
@@ -60,7 +60,7 @@ class _OfLocalParts(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update, by torch's function of lists. Where found_inf, which its fused kernels take, is 1, none."""
+        """One update, by torch's function of lists. If found_inf, which fused kernels take, is 1, nothing changes."""
         members = [{*group["params"]} for group in self.param_groups]
         found_inf = getattr(self, "found_inf", None)
         for bucket in self.visits:
@@ -69,7 +69,7 @@ class _OfLocalParts(torch.optim.Adam):
                 weights = [each.of(each.parameter) for each in own]
                 gradients = [each.of(each.parameter.grad) for each in own]  # type: ignore[arg-type]
                 first, second = ([local_part(each.state[f"exp_avg{of}"])[1] for each in own] for of in ("", "_sq"))
-                # The last piece counts the step for all.
+                # A parameter's last piece counts the step for all of its pieces.
                 steps = [each.state["step"] if each.last else each.state["step"].clone() for each in own]
                 given = {key: group[key] for key in _OF_TORCH} | dict(zip(("beta1", "beta2"), group["betas"]))
                 adam(weights, gradients, first, second, [], steps, found_inf=found_inf, **given)
@@ -83,11 +83,11 @@ _OF_TORCH = (
 
 
 class Adam(_OfLocalParts, torch.optim.Adam):
-    """torch's, of local parts."""
+    """torch's Adam, over local shards."""
 
 
 class AdamW(_OfLocalParts, torch.optim.AdamW):
-    """torch's, of local parts."""
+    """torch's AdamW, over local shards."""
 
 
 def shared_by(config: JobConfig, mesh: Mesh) -> Shared:
@@ -98,7 +98,7 @@ def shared_by(config: JobConfig, mesh: Mesh) -> Shared:
 
 
 def _adam_of(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> torch.optim.Optimizer:
-    """torch's where weights and moments are float32."""
+    """torch's Adam or AdamW, if weights and moments are float32; else RoundedAdam."""
     decoupled = config.name != "Adam"
     if config.state_dtype != "float32" or any(each.dtype != torch.float32 for own in groups for each in own["params"]):
         betas = (config.beta1, config.beta2)
@@ -129,7 +129,7 @@ def _muon(groups: list[dict[str, Any]], config: Optimizer, shared: Shared) -> to
 
 
 MakeOptimizer = Callable[[list[dict[str, Any]], Optimizer, Shared], torch.optim.Optimizer]
-"""(parameter groups, one a role with its weight decay; [optimizer]; Shared) -> the optimizer."""
+"""(parameter groups, one per role with its weight decay; the table [optimizer]; Shared) -> the optimizer."""
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": _adam_of,
     "Adam": _adam_of,
@@ -144,11 +144,11 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
     "rex": lambda progress: (1 - progress) / (1 - progress / 2),
     "constant": lambda progress: 1.0,
 }
-"""lr_scheduler.decay_type -> how much of the rate is left, from 1 to 0, of the progress of the decay, from 0 to 1."""
+"""lr_scheduler.decay_type -> function from the decay's progress (0 to 1) to the share of the rate left (1 to 0)."""
 
 
 def build_optimizer(stages: list[nn.Module], config: Optimizer, shared: Shared | None = None) -> torch.optim.Optimizer:
-    """The optimizer of the parameters of all stages that are trained, grouped by their roles."""
+    """The optimizer of the trained parameters of all stages, which are grouped by role."""
     parameters: dict[Role, list[tuple[str, nn.Parameter]]] = {role: [] for role in get_args(Role)}
     for role, name, parameter in _trained(stages):
         parameters[role].append((name, parameter))
@@ -183,7 +183,7 @@ def _state_bytes(role: Role, parameter: Tensor, config: Optimizer) -> int:
 
 
 def staged_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the device through which states pass that wait on the host; 0 before the first step."""
+    """Bytes of the device's buffers for states that are offloaded to the host; 0 before the first step."""
     own = vars(optimizer)
     inner = staged_bytes(own["others"]) if "others" in own else 0
     return inner + (own["visits"].staged_bytes if "visits" in own else 0)
@@ -191,7 +191,7 @@ def staged_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @functools.cache
 def row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, config: Optimizer) -> int:
-    """Bytes that the optimizer keeps of a row, or of a vector: found by a step on one."""
+    """Bytes that the optimizer keeps for a row or a vector. A step on such a row finds them."""
     row = nn.Parameter(torch.zeros([1] * (dimensions - 1) + [columns], dtype=dtype))
     row.grad = torch.zeros_like(row)
     groups = [_group(each, [("row", row)] if each == role else [], config) for each in get_args(Role)]
@@ -204,7 +204,7 @@ def row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, con
 def learning_rate(step: int, config: LRScheduler, peak: float, training_steps: int) -> float:
     """The learning rate of a step, counted from 1: warm-up to the peak, stable, then decay to its minimum.
 
-    A function of the step alone, so there is nothing to save; a run may end before the warm-up does.
+    The rate is a function of the step alone, so a checkpoint need not save it. A run may end before its warm-up.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
@@ -218,7 +218,7 @@ def learning_rate(step: int, config: LRScheduler, peak: float, training_steps: i
 
 
 def rate_settings(config: JobConfig) -> dict[str, Any]:
-    """Key -> value of all that sets the learning rates of a run's steps. A checkpoint keeps them."""
+    """Key -> value of every setting on which a step's learning rates depend. A checkpoint keeps them."""
     schedule = asdict(config.lr_scheduler) | {"total_steps": config.lr_scheduler.total_steps or config.training.steps}
     roles = {f"optimizer.{role}.lr_factor": getattr(config.optimizer, role).lr_factor for role in get_args(Role)}
     return {"optimizer.lr": config.optimizer.lr, **roles, **{f"lr_scheduler.{key}": schedule[key] for key in schedule}}
@@ -242,10 +242,10 @@ def clip_gradients(
 ) -> Tensor:
     """Scale all gradients so that their norm is at most max_norm; returns the norm that they had.
 
-    The norm is one number over all parameters, also those of other pipeline stages, the same on every rank and at every
-    layout; a copy of another stage's parameter is scaled, and not counted. A pipeline's rank may have no gradient at
-    all. own_norms takes the norms of this rank's parts of the gradients, before they are scaled, in the order of
-    local_gradients, without copies.
+    The norm covers all parameters, also those of other pipeline stages, and is the same on every rank and at every
+    layout. A copy of another stage's parameter is scaled, but not counted. A pipeline's rank may have no gradient at
+    all. own_norms receives the norms of this rank's gradient shards before they are scaled, in the order of
+    local_gradients and without copies.
     """
     copies = [parameter for parameter in parameters if is_copy(parameter)]
     parts = local_gradients([parameter for parameter in parameters if not is_copy(parameter)])
@@ -271,7 +271,7 @@ def clip_gradients(
 def update(optimizer: torch.optim.Optimizer, lr: float, accepted: Tensor) -> None:
     """One step at this learning rate; where `accepted` is false, weights and moments keep every bit.
 
-    torch's fused kernels decide on the device. Other optimizers cannot, so there the host waits and decides.
+    An optimizer with "fused" groups decides on the device. For others the host waits and decides.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group["rate"]

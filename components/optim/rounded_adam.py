@@ -13,7 +13,7 @@ from models.random_bits import key_of
 
 
 class RoundedAdam(torch.optim.Optimizer):
-    """The update of torch's, element by element, by operations that round alike whatever is beside an element.
+    """torch's update, by elementwise operations whose rounding does not depend on an element's neighbours.
 
     A group has the names of its parameters, from which random bits are made.
     """
@@ -28,10 +28,10 @@ class RoundedAdam(torch.optim.Optimizer):
         decoupled: bool = True,
         offload: bool = False,
     ) -> None:
-        """state_dtype: of moments, as new_moment has it; decoupled: AdamW's weight decay, not Adam's;
+        """state_dtype: precision of moments, as in new_moment; decoupled: AdamW's weight decay instead of Adam's;
         offload: whether moments wait on the host.
 
-        The key "fused" of groups tells that a step with found_inf is left to the device.
+        Groups have the key "fused", because the device decides by found_inf whether a step is skipped.
         """
         super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0, "fused": True})
         self.betas, self.eps, self.seed = betas, eps, seed
@@ -49,7 +49,7 @@ class RoundedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. Where found_inf, a tensor that torch's fused kernels take too, is 1, nothing changes."""
+        """One update. Nothing changes if found_inf is 1, a tensor that torch's fused kernels take too."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf > 0
         members = {
@@ -76,7 +76,7 @@ class RoundedAdam(torch.optim.Optimizer):
                 weight.mul_(1 - decay)
             else:
                 gradient = gradient + weight * group["weight_decay"]
-            # No lerp, addcmul or addcdiv: their last bit depends on where an element stands among its neighbours.
+            # No lerp, addcmul or addcdiv, because their last bit depends on an element's place in the tensor.
             mean = first.read(rows).mul_(beta1).add_(gradient * (1 - beta1))
             square = second.read(rows).mul_(beta2).add_((gradient * gradient).mul_(1 - beta2))
             weight.sub_((mean * rate).div_((square / (1 - beta2**step)).sqrt_().add_(self.eps)))

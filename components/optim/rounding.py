@@ -1,6 +1,7 @@
 """Weights and moments kept in fewer bits than they are computed in: bfloat16, or 8 bits and a scale of each block.
 
-Rounding is stochastic: a number goes up with the probability of the part cut off, so small updates count on average.
+Rounding is stochastic: the fraction that is cut off is the probability of rounding up. Small updates therefore count on
+average.
 The random bits come from counter_hash and no layout splits a block, so every layout keeps the same numbers.
 """
 
@@ -21,10 +22,10 @@ _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed 64-bit 
 
 
 class RandomBits:
-    """64 bits of each of some elements, of which each number that is kept of an element takes 16 of its own."""
+    """64 random bits per element. Each stored number of an element (weight, moments) uses 16 of its own."""
 
     def __init__(self, indices: Indices, key: int, step: Tensor | None) -> None:
-        """step: of the optimizer, without dimensions; None where nothing is rounded."""
+        """step: the optimizer's step, a scalar tensor; None if nothing is rounded."""
         self._indices, self._key, self._step = indices, key, step
 
     @cached_property
@@ -34,12 +35,12 @@ class RandomBits:
         return bits.bitwise_xor_(shifted(bits, 31))
 
     def take(self, turn: int) -> Tensor:
-        """int64 below 2^16; turn: 0, 1 or 2."""
+        """16 random bits per element, as int64 below 2^16; turn (0, 1 or 2) selects them from the 64."""
         return (self._all >> 16 * turn).bitwise_and_(0xFFFF)
 
 
 def new_moment(parameter: Tensor, name: str, dtype: str, signed: bool = True) -> dict[str, Tensor]:
-    """Zeros in a state's names, as whole tensors split like the parameter: those in 8 bits have scales beside them.
+    """Name in the optimizer's state -> zeros, split like the parameter. A moment in 8 bits has a second tensor: scales.
 
     dtype: "float32", "bfloat16" or "int8". Vectors, and rows too short for blocks, are kept in float32.
     """
@@ -60,7 +61,7 @@ def _blockwise(parameter: Tensor, block: int) -> Tensor:
 
 
 def as_rows(local: Tensor) -> Tensor:
-    """(rows, columns), also where a rank has no row, or no part of a vector."""
+    """The view (rows, columns), also if this rank has no rows, or no part of a vector."""
     return local.view(math.prod(local.shape[:-1]), local.shape[-1])
 
 
@@ -70,9 +71,9 @@ class Kept(NamedTuple):
     values: Tensor
     """(rows, columns) in float32, bfloat16, int8 or uint8; the last two are codes."""
     scales: Tensor | None = None
-    """(rows, blocks), of codes: the largest magnitude in each block."""
+    """(rows, blocks), only for codes: the largest magnitude in each block."""
     turn: int = 0
-    """Which of an element's random bits round it."""
+    """The turn of RandomBits.take: which of an element's random bits are used for rounding."""
 
     @staticmethod
     def of(state: Mapping[str, Tensor], name: str, turn: int) -> "Kept":
@@ -82,7 +83,7 @@ class Kept(NamedTuple):
         return Kept(as_rows(values.detach()), None if scales is None else as_rows(local_part(scales)[1]), turn)
 
     def read(self, rows: slice) -> Tensor:
-        """Some rows in float32, of the caller to overwrite."""
+        """Some rows in float32, as a copy that the caller may overwrite."""
         values = self.values[rows].to(torch.float32, copy=True)
         if self.scales is None:
             return values
@@ -94,7 +95,7 @@ class Kept(NamedTuple):
         return blocks.mul_(scales[..., None]).view(values.shape)
 
     def write(self, rows: slice, values: Tensor, bits: RandomBits, skip: Tensor | None) -> None:
-        """Round float32 values, which are overwritten; keep what was there where skip, without dimensions, is true."""
+        """Store rounded float32 values; `values` is overwritten. If the scalar skip is true, the stored values stay."""
         if self.scales is not None:
             values, scales = self._encoded(values, bits.take(self.turn), self.scales[rows])
             keep_if(self.scales[rows], scales, skip)
@@ -104,16 +105,16 @@ class Kept(NamedTuple):
 
     @property
     def _power(self) -> int:
-        """A magnitude is (code / levels) to this power: codes are dense near zero. Second moments span more decades."""
+        """A magnitude is scale * (code / levels)^power: codes are dense near zero. Second moments span more decades."""
         return 2 if self.values.dtype == torch.int8 else 4
 
     def _encoded(self, values: Tensor, bits: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales. A code of a second moment is 0 only in a block of zeros: the root of it divides."""
+        """Codes and scales. A second moment is 0 only in a block of zeros, because the update divides by its root."""
         blocks = values.view(*scales.shape, -1)
         magnitudes = blocks.abs()
         scales = magnitudes.amax(-1)
         smallest = torch.finfo(torch.float32).tiny
-        # The quotient first: it is at most 1, so that no code is above the largest.
+        # The division comes first, because a quotient of at most 1 gives no code above the largest.
         magnitudes.div_(scales.clamp(min=smallest)[..., None]).mul_(float(_LEVELS[self.values.dtype] ** self._power))
         codes = magnitudes.sqrt()
         if self._power == 4:
@@ -135,14 +136,14 @@ def _power_of(codes: Tensor, power: int) -> Tensor:
 
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
-    """float32, which are overwritten, to bfloat16: away from zero as often as int64 bits below 2^16 say."""
+    """Round float32 values to bfloat16; overwrites them. bits (int64 below 2^16) decide on rounding away from zero."""
     wrong = values.isnan()  # a NaN of CUDA's has all bits set, and would overflow
     whole = values.view(torch.int32).add_(bits.to(torch.int32)).bitwise_and_(-1 << 16)
     return whole.view(torch.float32).masked_fill_(wrong, math.nan).to(torch.bfloat16)
 
 
 def keep_if(old: Tensor, new: Tensor, skip: Tensor | None) -> None:
-    """old becomes new in place, unless skip; the host does not wait to know."""
+    """Copy new to old, unless the scalar skip is true; the host does not wait for the value of skip."""
     if skip is None:
         old.copy_(new)
     else:

@@ -15,9 +15,9 @@ from components.optim.rounding import as_rows
 from parallelize.sharding import local_part, on_host
 
 BUCKET = 1 << 23
-"""Most parameters of a bucket: milliseconds of a GPU's link, beside which the start of a copy takes no time."""
+"""Most parameters of a bucket. Its copy takes milliseconds, so that the time to start a copy does not matter."""
 _ROWS = 64
-"""A piece has a multiple of so many rows: the CPU's vector kernels round the last numbers of a tensor otherwise."""
+"""A piece has a multiple of 64 rows, because the CPU's vector kernels round a tensor's last numbers differently."""
 _ALIGNED_BYTES = 256
 _BUFFERS = 3
 
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     last: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These rows of a tensor that is split as the parameter is; in its own shape if the piece is the whole part."""
+        """The rows of a tensor that is sharded like the parameter; with slice(None), the shard in its own shape."""
         local = local_part(tensor)[1].detach()
         return local if self.rows == slice(None) else as_rows(local)[self.rows]
 
@@ -55,7 +55,7 @@ class _Bucket(NamedTuple):
 
 
 class Visits:
-    """Iterated once a step, to the end: buckets of pieces, each on the device until the next bucket is asked for."""
+    """Buckets of pieces, to iterate to the end once a step. A bucket is on the device until the next is requested."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Visits:
             yield bucket.pieces
             bucket.buffer.updated.record()
             self._return(bucket)
-        # Whoever waits for the device then finds all of it on the host.
+        # A later wait for the device then covers the copies to the host too.
         bucket.buffer.left.wait()
 
     def _bring(self, bucket: _Bucket) -> None:
@@ -129,7 +129,7 @@ class Visits:
 
 
 def _cut(whole: list[Piece]) -> list[list[Piece]]:
-    """Parts in pieces, and these in buckets of at most BUCKET numbers, or of one piece."""
+    """Cuts shards into pieces, and groups pieces into buckets of at most BUCKET numbers, or of one piece."""
     buckets: list[list[Piece]] = []
     room = 0
     for piece in whole:
@@ -147,7 +147,7 @@ def _cut(whole: list[Piece]) -> list[list[Piece]]:
 
 
 def _vectors(piece: Piece) -> dict[str, Tensor]:
-    """This piece's rows of what is kept of each number, or of each block of numbers."""
+    """The piece's rows of each state tensor that has a value per number, or per block of numbers."""
     return {key: as_rows(piece.of(kept)) for key, kept in piece.state.items() if kept.ndim}
 
 

@@ -53,7 +53,7 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
     load_tensors(tensors, checkpoint, convert=True)
     table, start = config["model"]["lora"], config["checkpoint"]
     parts = max(place.parts for place in found.values())
-    # The first pattern that matches counts. PEFT takes them for idle if none matches a module.
+    # PEFT uses the first pattern that matches. If no pattern matches a module, PEFT warns that patterns are ignored.
     patterns = {"(?!.*gate_up_proj).*": 1, ".*": parts} if parts > 1 else {}
     described = {
         "peft_type": "LORA",
@@ -121,7 +121,7 @@ def check_adapters(model: Any, asked: Lora, path: Path) -> None:
 
 
 def _alpha(lora: Lora, parts: int) -> float:
-    """alpha of an adapter of `parts` times the rank, such that its scale is that of the others."""
+    """alpha of an adapter with `parts` times the rank, so that its scale equals the scale of other adapters."""
     return lora.alpha * (parts**0.5 if lora.use_rslora else parts)
 
 
@@ -133,7 +133,7 @@ def _alpha_there(given: dict[str, Any], target: str) -> Any:
 
 
 def _mixed(folder: Folder, wanted: list[Place]) -> list[str]:
-    """Misfits of fused adapters: gate and up share nothing here."""
+    """Misfits of fused adapters in which gate and up share ranks, because in this project they share none."""
     fused: dict[str, list[Place]] = {}
     for place in wanted:
         fused.setdefault(place.name, []).append(place)
@@ -153,14 +153,14 @@ def _read(folder: Folder, place: Place) -> Tensor:
 
 
 _SETTINGS = {"rank": ("r", 8), "alpha": ("lora_alpha", 8), "use_rslora": ("use_rslora", False)}
-"""Keys here -> of adapter_config.json, and PEFT's default."""
+"""Key of [lora] -> (key of adapter_config.json, PEFT's default)."""
 _UNKNOWN = (
     *("use_dora", "modules_to_save", "layer_replication", "use_qalora", "alora_invocation_tokens", "use_bdlora"),
     *("velora_config", "monteclora_config", "arrow_config", "kasa_config"),
 )
-"""Keys of adapter_config.json that change what adapters compute. Shapes tell ranks, also those of rank_pattern."""
+"""Keys of adapter_config.json that change what adapters compute. rank_pattern is left out, because shapes show it."""
 _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Beginnings of init_lora_weights with which PEFT computes other weights of the base each time it loads adapters."""
+"""Prefixes of init_lora_weights with which PEFT changes the base's weights each time it loads adapters."""
 
 
 def starting_state(checkpointer: Checkpointer, config: JobConfig, mesh: Mesh) -> dict[str, Any] | None:
@@ -199,9 +199,9 @@ def load_adapters(stages: list[nn.Module], path: Path) -> None:
 
 
 def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
-    """Write the whole model of a checkpoint of adapters, for transformers; it is in memory as a whole.
+    """Merge a checkpoint's adapters into their base, and write the model for transformers.
 
-    Raises ConfigError if the base is not the one that the adapters were trained on.
+    The whole model is in memory. Raises ConfigError if the base is not the one that the adapters were trained on.
     """
     chosen = chosen_model(config)
     model = meta_model(chosen, config["training"]["dtype"]).to_empty(device="cpu")

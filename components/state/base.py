@@ -1,6 +1,7 @@
 """The base of adapters: frozen weights, which checkpoints do not hold. Each start makes or reads them again.
 
-They are those of checkpoint.initial_load_path, or without one of the run's own step 0. A checkpoint has their hash.
+The base is the weights at checkpoint.initial_load_path, by default the run's own weights at step 0. A checkpoint has
+the hash of its base.
 """
 
 from collections import defaultdict
@@ -24,7 +25,7 @@ from parallelize.sharding import is_copy, local_part
 
 
 def read_base(checkpointer: Checkpointer, across_stages: dist.ProcessGroup) -> None:
-    """Fill the weights beside adapters, if they do not stay those of step 0; checkpoints have their hash."""
+    """Load the base from initial_load_path, if it is set. If checkpoints are enabled, they get the base's hash."""
     checkpointer.load_initial()
     if checkpointer.config.enable:
         checkpointer.base = hash_of_base(checkpointer.stages, across_stages)
@@ -53,7 +54,7 @@ def hash_of_base(stages: list[nn.Module], across_stages: dist.ProcessGroup | Non
 
 
 def _sum_of_hashes(parameter: Tensor, key: int) -> Tensor:
-    """Over this rank's elements, modulo 2^64: in any order the same."""
+    """The sum of the hashes of this rank's elements, modulo 2^64, which does not depend on their order."""
     _, local = local_part(parameter)
     total = torch.zeros((), dtype=torch.int64, device=local.device)
     for rows, indices in chunks(parameter):

@@ -61,23 +61,23 @@ class Checkpointer:
         self.adapted = any(getattr(stage, "adapted", False) for stage in stages)
         self.adapter_scale = max(getattr(stage, "adapter_scale", 0.0) for stage in stages)
         self.base = ""
-        """Hash of the weights beside adapters, which a checkpoint then does not have; empty for a model without."""
+        """Hash of the base's weights, which checkpoints of adapters do not have; empty for a model without adapters."""
         self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
-        """Parts that this start does not load: none of exclude_from_loading where that has been done before."""
+        """Parts that this start does not load: those of exclude_from_loading that no earlier start has left out."""
 
     def save(self, step: int, state: dict[str, Any], model_only: bool = False, prune: bool = True) -> None:
         """Write step-<step>, publish it, and remove checkpoints beyond keep_latest_k.
 
-        prune=False, for while steps are being skipped, removes none, and marks this one as in doubt: when saves prune
-        again, those in doubt are not counted among keep_latest_k. With async_mode = "async" this waits only for the
-        previous save and for a copy of the tensors. Raises OSError on every rank if any rank cannot write; older
-        checkpoints are untouched.
+        prune=False is for saves while steps are skipped: it removes nothing, and marks this checkpoint as in doubt.
+        Later saves that prune do not count those in doubt among keep_latest_k. With async_mode = "async" this waits
+        only for the previous save and for a copy of the tensors. Raises OSError on every rank if any rank cannot write;
+        older checkpoints are untouched.
         """
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
         lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
         lineage |= {"base": self.base, "adapter_scale": self.adapter_scale} if self.base else {}
-        # Without: no step so far has been accepted.
+        # Without moments, no step has been accepted so far.
         lineage["has_moments"] = any(self._together(lambda: bool(self.optimizer.state)))
         state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
@@ -115,7 +115,7 @@ class Checkpointer:
         return state
 
     def load_initial(self) -> dict[str, Any] | None:
-        """Start from checkpoint.initial_load_path; returns its state, or None if only weights are taken, or nothing.
+        """Start from checkpoint.initial_load_path; returns its state; None if only weights, or nothing, is loaded.
 
         Raises ConfigError if nothing there verifies, or if the tensors do not fit the model.
         """
@@ -133,7 +133,7 @@ class Checkpointer:
         return state
 
     def _load_checkpoint(self, path: Path, model_only: bool) -> dict[str, Any] | None:
-        """The newest good one of a folder, or a step-N folder itself."""
+        """Load the newest good checkpoint of a folder, or a step-N folder itself; returns what load_initial does."""
         there = read_together(lambda: saved_in(path) or [Saved(0, path, peek(path))], first_only=True)[0]
         reasons = [] if there[0].folder != path else [f"{path}: no step-N folder in it"]
         for saved in reversed(there):
@@ -151,7 +151,7 @@ class Checkpointer:
     def load_folder(self, saved: Saved, model_only: bool = False) -> dict[str, Any]:
         """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state.
 
-        model_only: without adapters, if the model has some, which no checkpoint of a base has.
+        model_only: weights only, and without adapters, which no checkpoint of a base has.
         """
         check_state(saved)
         state = saved.state or {}
@@ -244,7 +244,7 @@ class Checkpointer:
             )
 
     def _clean_up(self, just_saved: Path, prune: bool) -> None:
-        """Put aside what older branches have beyond this one's beginning, and prune."""
+        """Put aside older branches' checkpoints from after the start of this branch, and prune."""
         self._tidy()
         for saved in beyond(self.branch, saved_in(self.folder)):
             put_aside(saved.folder, f"{ABANDONED}{saved.folder.name}")
@@ -259,7 +259,7 @@ class Checkpointer:
         kept = good[max(0, len(good) + 1 - self.config.keep_latest_k) :]
         for saved in whole:
             if saved.step not in kept:
-                # Renamed first: a half removed folder would look like a torn checkpoint.
+                # Renamed first, because a half removed folder would look like a torn checkpoint.
                 shutil.rmtree(saved.folder.rename(self.folder / f"{STAGING}{saved.folder.name}"), ignore_errors=True)
 
     def _tidy(self) -> None:
@@ -281,14 +281,14 @@ class Checkpointer:
 
 
 def _thread() -> ThreadPoolExecutor:
-    """Works on the GPU of this thread: torch's writer would wait for the node's first, and open a context there."""
+    """A thread on this rank's GPU, because torch's writer would open a context on the node's first, and wait for it."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(1)
     return ThreadPoolExecutor(1, initializer=partial(torch.cuda.set_device, torch.cuda.current_device()))
 
 
 def _settle(choice: Choice) -> None:
-    """Rename what a choice has found damaged, and what other branches have beyond this one's beginning."""
+    """Rename a choice's damaged checkpoints, and those of other branches from after the start of this branch."""
     for saved in choice.damaged:
         put_aside(saved.folder, f"{DAMAGED}{saved.folder.name}")
     for saved in choice.later:
@@ -296,7 +296,7 @@ def _settle(choice: Choice) -> None:
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's moments, to load into: a step with zero gradients and zero rate."""
+    """Allocate the optimizer's moments, to load into, by a step with zero gradients and zero rate."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

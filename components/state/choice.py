@@ -32,10 +32,10 @@ class Choice:
 
 
 def choose(folder: Path, config: Checkpoint) -> Choice:
-    """Decide; called by all ranks. The newest checkpoint that verifies, unless load_step asks for another and is new.
+    """Choose the newest checkpoint that verifies, or load_step's if the newest one's branch was not begun by load_step.
 
-    Raises ConfigError if a checkpoint cannot be read, if there are some and none can be continued (and there is no
-    initial_load_path), or if load_step's is not there.
+    Called by all ranks. Raises ConfigError if a checkpoint cannot be read, or if load_step's is missing. Raises
+    ConfigError, too, if there are checkpoints, none of them can be continued, and there is no initial_load_path.
     """
     there = read_together(lambda: saved_in(folder), first_only=True)[0]
     asked = Branch(load_step=config.load_step, exclude_from_loading=tuple(config.exclude_from_loading))
@@ -78,7 +78,7 @@ def _at_load_step(folder: Path, step: int, there: list[Saved]) -> Saved:
 
 
 def _continue(choice: Choice, base: Saved, asked: Branch, there: list[Saved]) -> Choice:
-    """Continue from base: on its branch if what is asked was done when that began, else on a new one."""
+    """Continue from base, on its branch if that branch has done already what `asked` asks, else on a new branch."""
     begun, choice.base = base.branch, base
     goes_back = asked.load_step not in (-1, begun.load_step)
     done = () if goes_back else begun.exclude_from_loading

@@ -1,7 +1,7 @@
 """Finds checkpoints in a folder and verifies them. Nothing here writes, or executes a pickle.
 
-Errors of reading are no verdict on a checkpoint: what cannot be read raises, after some tries. Only bytes that were
-read and disagree with the manifest make it a damaged one.
+A read error does not mean that a checkpoint is damaged, so the error is raised after some retries. A checkpoint is
+damaged only if its bytes could be read and disagree with the manifest.
 """
 
 import json
@@ -30,7 +30,7 @@ class Fault:
 
     reason: str
     damaged: bool = True
-    """Bytes disagree with the manifest. False: it is of no use here, but nothing says that it was ever more."""
+    """Bytes disagree with the manifest. False: unusable for another reason, such as no manifest, or weights only."""
 
     def __str__(self) -> str:
         return self.reason
@@ -38,18 +38,18 @@ class Fault:
 
 @dataclass(frozen=True)
 class Branch:
-    """A line of checkpoints; another one begins where load_step or exclude_from_loading act, which they do once."""
+    """A line of checkpoints. A new branch begins where load_step or exclude_from_loading acts; each acts only once."""
 
     number: int = 0
     began_at: int = 0
     load_step: int = -1
     exclude_from_loading: tuple[str, ...] = ()
-    """This and load_step: what was asked when the checkpoint was written, and has been done."""
+    """load_step and exclude_from_loading are the keys of the run that wrote the checkpoint; they have already acted."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A step-N folder, and its state.json as long as nothing is verified: None if there is none, or no JSON."""
+    """A step-N folder and its state.json, not yet verified; None if there is no state.json, or if it is not JSON."""
 
     step: int
     folder: Path
@@ -57,7 +57,7 @@ class Saved:
 
     @property
     def branch(self) -> Branch:
-        """Raises ConfigError if state.json has something else in its place."""
+        """The branch in state.json. Raises ConfigError if that entry is not a branch."""
         given = (self.state or {}).get("branch", {})
         try:
             branch = Branch(**given | {"exclude_from_loading": tuple(given.get("exclude_from_loading", ()))})
@@ -69,7 +69,7 @@ class Saved:
 
     @property
     def order(self) -> tuple[float, int]:
-        """Grows from old to new: by branch, then by step. One without state.json counts as new, so that it is named."""
+        """Sort key from old to new: branch, then step. A folder without state.json is last, so that it is reported."""
         try:
             return (self.branch.number if self.state is not None else float("inf"), self.step)
         except ConfigError:
@@ -137,7 +137,7 @@ def find_checkpoint(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
 
 
 def chosen_model(config: dict[str, Any]) -> Model:
-    """The table [model] of a run's job file, as far as it says which model it is."""
+    """The table [model] of a run's job file: only the keys that decide which model it is."""
     model = config["model"]
     rope = {key: value for key, value in model.get("rope_scaling", {}).items() if hasattr(RopeScaling, key)}
     lora = {key: value for key, value in model.get("lora", {}).items() if hasattr(Lora, key)}
@@ -150,12 +150,12 @@ def separator_of(config: dict[str, Any]) -> str:
 
 
 def listed(there: list[Saved]) -> str:
-    """Their steps, as text."""
+    """The steps of these checkpoints, as text."""
     return ", ".join(str(saved.step) for saved in sorted(there, key=lambda saved: saved.step)) or "none"
 
 
 def path_inside(folder: Path, name: str) -> Path:
-    """The path of a file in a folder. Raises ConfigError unless it is a plain file of that folder, and OSError."""
+    """The path of a file in a folder. Raises ConfigError if it is no plain file of that folder; may raise OSError."""
     if Path(name).name != name or name == ".." or "\0" in name:
         raise ConfigError(f"{folder} is refused: {name!r} is not the name of a file in it")
     path = folder / name
@@ -167,7 +167,7 @@ def path_inside(folder: Path, name: str) -> Path:
 
 
 def read_inside(folder: Path, name: str) -> bytes | None:
-    """A file's bytes, None if the folder does not list it. Raises ConfigError as path_inside does, and OSError."""
+    """A file's bytes; None if the folder has no such file. Raises ConfigError as path_inside does, or OSError."""
     try:
         path = path_inside(folder, name)
         content = patiently(path, path.read_bytes)
@@ -180,7 +180,7 @@ def read_inside(folder: Path, name: str) -> bytes | None:
 
 
 def manifest(folder: Path) -> dict[str, list] | Fault:
-    """Name -> size and hash of a checkpoint's files. Raises ConfigError if it is no plain file, and OSError."""
+    """Name -> size and hash of a checkpoint's files. Raises OSError; ConfigError if the manifest is no plain file."""
     raw = read_inside(folder, "manifest.json")
     if raw is None:
         return Fault("no manifest.json in it", damaged=False)
@@ -196,8 +196,8 @@ def manifest(folder: Path) -> dict[str, list] | Fault:
 def fault(folder: Path, hashes: bool = True) -> Fault | None:
     """The fault of a checkpoint, None if it verifies; the same on every rank. Ranks share the hashing of files.
 
-    With hashes=False only this rank checks, and only sizes. Raises ConfigError for files outside the folder and for
-    what cannot be read (with hashes=False OSError for that).
+    With hashes=False only this rank checks, and only sizes. Raises ConfigError for files outside the folder. A file
+    that cannot be read raises ConfigError too, but OSError with hashes=False.
     """
     if not hashes:
         files = manifest(folder)
@@ -235,7 +235,7 @@ def unusable(saved: Saved) -> Fault | None:
 
 
 def check_state(saved: Saved) -> None:
-    """Raises ConfigError if a newer version wrote state.json, or what it holds is not a state."""
+    """Raises ConfigError if a newer version wrote state.json, or if the content of state.json is not valid."""
     state, where = saved.state or {}, f"{saved.folder}/state.json"
     version = state.get("version", 0)
     if type(version) is not int or version > VERSION:

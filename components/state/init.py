@@ -30,10 +30,10 @@ def initialize_weights(
     seed: int,
     device: torch.device | None = None,
 ) -> None:
-    """Fill every parameter in place: normal with init_std(name), uniform, or ones where that is None.
+    """Fill every parameter in place: normal with init_std(name), uniform, or ones if init_std(name) is None.
 
-    device: computes the numbers, by default each parameter's own. Parameters that are offloaded to the CPU so have the
-    bits that they would have on the GPU.
+    device: where the numbers are computed, by default the device of each parameter. With the GPU as device, parameters
+    offloaded to the CPU get the bits of the GPU.
     """
     for name, parameter in model.named_parameters():
         std = init_std(name)

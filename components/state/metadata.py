@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse(raw: bytes) -> Metadata:
-    """The table of contents. Raises pickle.UnpicklingError if it is none, or holds more than numbers and names."""
+    """The table of contents. Raises pickle.UnpicklingError if raw is none, or has more than numbers and names."""
     try:
         fields = _fields(_Unpickler(raw).load(), "Metadata")
         tensors = {_text(name): _entry(value) for name, value in fields["state_dict_metadata"].items()}
@@ -83,7 +83,7 @@ def parse(raw: bytes) -> Metadata:
 
 
 def files_of(metadata: Metadata) -> Iterator[str]:
-    """The files that it names."""
+    """The files that a table of contents names."""
     yield from dict.fromkeys(place.relative_path for place in metadata.storage_data.values())
 
 

@@ -1,4 +1,4 @@
-"""Packed parameters (models/nf4.py) as the numbers that they stand for: what files hold, and what hashes are of."""
+"""Packed parameters (models/nf4.py) as unpacked numbers, which files hold and hashes cover."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from parallelize.sharding import own_slice, split_like
 
 
 def numbers_of(parameter: Tensor) -> Tensor:
-    """The parameter itself, or a packed one's float32 numbers, with the same slice on each rank."""
+    """The parameter itself or, if it is packed, its numbers in float32, sharded in the same way."""
     if not is_packed(parameter):
         return parameter
     return split_like(parameter, unpack(own_slice(parameter)[0]), unpacked_shape(parameter.shape))
@@ -19,7 +19,7 @@ def numbers_of(parameter: Tensor) -> Tensor:
 
 @contextmanager
 def to_fill(parameter: Tensor) -> Iterator[Tensor]:
-    """A tensor for a parameter's numbers: itself, or of a packed one float32, which is packed in the end."""
+    """Yields a tensor to fill: the parameter itself or, if it is packed, a float32 tensor that is packed on exit."""
     if not is_packed(parameter):
         yield parameter
         return

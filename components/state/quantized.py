@@ -1,7 +1,7 @@
 """Low-precision weights of Hugging Face folders, which are widened as they are read: FP8 in blocks, and MXFP4.
 
-A tensor and its scales are one tensor here, with the name and the shape that it has once widened. Only the numbers of
-the slice that is asked for are read, and the scales of the blocks that it touches.
+A tensor and its scales are one tensor here, with the name and the shape of the widened tensor. Reading a slice reads
+only the slice's numbers, and the scales of the blocks that the slice touches.
 """
 
 from collections.abc import Mapping
@@ -71,9 +71,9 @@ class Fp8:
 class Mxfp4:
     """Blocks of 32 e2m1 numbers with an e8m0 scale each (OCP Microscaling Formats 1.0), in the order of gpt-oss.
 
-    Numbers are bytes (..., N, K / 32, 16), two numbers in each, the first in the lower half; scales are bytes
-    (..., N, K / 32), of which s stands for 2^(s - 127), and 255 for NaN. The tensor is (..., K, N), as transformers
-    has it.
+    Numbers are bytes (..., N, K / 32, 16), each with two numbers, the first in the lower half. Scales are bytes
+    (..., N, K / 32). A byte s stands for the scale 2^(s - 127), and 255 for NaN. The tensor is (..., K, N), as
+    transformers has it.
     """
 
     suffixes = ("_blocks", "_scales")
@@ -92,7 +92,7 @@ class Mxfp4:
         return [*leading, 32 * blocks, rows]
 
     def __getitem__(self, where: tuple[slice, ...]) -> Tensor:
-        """A slice of the numbers, bfloat16, in which each is exact."""
+        """A slice of the numbers, in bfloat16, which holds each number exactly."""
         *leading, across, rows = where
         places = range(*across.indices(self.get_shape()[-2]))
         blocks = _blocks(places, 32)
@@ -119,9 +119,9 @@ def _blocks(places: range, block: int) -> slice:
 def widened(
     stored: Mapping[str, Stored], quantization: Quantization | None
 ) -> tuple[dict[str, Stored], dict[str, Fp8 | Mxfp4]]:
-    """The tensors of a folder that are wide as they are, and those that are widened, by the names that they then have.
+    """A folder's wide tensors, and its low-precision tensors, each by the name of the widened tensor.
 
-    Raises ValueError if there are others.
+    Raises ValueError if a tensor is neither.
     """
     wide, narrow, wrong = dict(stored), {}, []
     if quantization:

@@ -55,7 +55,7 @@ def _row(saved: Saved) -> tuple[str, ...]:
     notes += ["saved while steps were skipped"] * bool(state.get("in_doubt"))
     branch = saved.branch
     line = f"{branch.number}, from step {branch.began_at}" if branch.number else "0"
-    # Each rank that wrote has files of its own: what is left to ask where state.json does not say.
+    # Each rank writes files of its own. Their names give the number of ranks if state.json does not have it.
     writers = len({path.name.split("_")[2] for path in files if path.name.startswith("__")})
     return saved.folder.name, f"{size:.1f}", f"{when:%Y-%m-%d %H:%M}", str(state.get("ranks", writers)), line, *notes
 
@@ -92,7 +92,7 @@ def open_checkpoint(path: Path) -> Reader:
 
 
 def diff(left: Reader, right: Reader) -> tuple[list[str], bool]:
-    """The tensors in which two checkpoints differ: names, sizes, dtypes, and the largest difference; whether any does.
+    """The tensors in which two checkpoints differ: names, sizes, dtypes, largest difference; and whether all are equal.
 
     Holds one tensor of each at a time.
     """

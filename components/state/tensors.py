@@ -26,7 +26,7 @@ from parallelize.together import cause, failures, read_together
 
 
 class Reader(dcp.FileSystemReader):
-    """torch's reader of a checkpoint whose table of contents has been read and checked; tries reads again."""
+    """torch's reader of a checkpoint whose table of contents has been read and checked; retries failed reads."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)
@@ -39,7 +39,7 @@ class Reader(dcp.FileSystemReader):
         return patiently(Path(self.path), lambda: super(Reader, self).read_data(*args))
 
     def _slice_file(self, file: Any, place: Any) -> IO[bytes]:
-        """One tensor's bytes: read here, since torch.load hides that reading failed, and of which file."""
+        """One tensor's bytes. They are read here, because torch.load hides that a read failed, and in which file."""
         try:
             file.seek(place.offset)
             return io.BytesIO(file.read(place.length))
@@ -50,8 +50,8 @@ class Reader(dcp.FileSystemReader):
 def open_reader(folder: Path, group: dist.ProcessGroup | None = None, foreign: bool = False) -> Reader:
     """A reader of a verified checkpoint; the first rank reads the table of contents for all. Called by all ranks.
 
-    Raises ConfigError if the table asks for code, if it cannot be read, or if it names a file outside of the folder or
-    not in the manifest (a foreign checkpoint has none).
+    Raises ConfigError if the table would run code, if it cannot be read, or if it names a file outside of the folder or
+    a file that the manifest does not list. A foreign checkpoint has no manifest.
     """
 
     def read() -> bytes:
@@ -99,14 +99,14 @@ def load_tensors(
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Those of packed parameters (models/nf4.py); the optimizer has uint8 of its own."""
+    """Names of packed parameters (models/nf4.py). The optimizer's uint8 tensors are not packed."""
     return [name for name, tensor in tensors.items() if not name.startswith("optimizer.") and is_packed(tensor)]
 
 
 def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """Groups of tensors that are loaded at once, equally many on every rank.
+    """Groups of tensors; a group is loaded at once. Every rank has the same number of groups.
 
-    Packed parameters are loaded layer by layer, because unpacked they take eight times their memory.
+    Packed parameters are loaded layer by layer, because unpacking takes eight times their memory.
     """
     packed = _packed(tensors)
     layers = itertools.groupby(packed, key=lambda name: name.split(".")[:3])
@@ -116,7 +116,7 @@ def _parts(tensors: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 
 
 def fill_copies(named: Iterable[tuple[str, Tensor]], filled: Mapping[str, Tensor]) -> None:
-    """A rank with both ends of a pipeline has a tied table twice: give each tensor what the one of its name holds."""
+    """Copy filled tensors to others of the same name: a rank with both ends of a pipeline has a tied table twice."""
     for name, tensor in named:
         if tensor is not filled[name]:
             tensor.copy_(filled[name])
@@ -124,7 +124,7 @@ def fill_copies(named: Iterable[tuple[str, Tensor]], filled: Mapping[str, Tensor
 
 def check_fit(tensors: dict[str, Tensor], reader: Reader, convert: bool) -> None:
     """Raises ConfigError with every misfit of names, shapes and, unless convert, dtypes. Called by all ranks."""
-    # Each pipeline stage has its own tensors: a saved tensor that no stage has is not in the model.
+    # Each pipeline stage has its own tensors, so a saved tensor is in the model if any stage has it.
     names = set().union(*gather(set(tensors)))
     misfits = [misfit for found in gather([*_misfits(tensors, names, reader, convert)]) for misfit in found]
     if misfits:
@@ -155,7 +155,7 @@ def check_finite(tensors: Mapping[str, Tensor], source: Path) -> None:
     own = {name: own_slice(tensor.detach())[0] for name, tensor in tensors.items()}
     own |= {name: scales_of(own[name]) for name in _packed(own)}
     own = {name: tensor for name, tensor in own.items() if tensor.numel() and tensor.is_floating_point()}
-    # The least and the largest number: one pass without a copy, and NaN if there is one.
+    # aminmax takes one pass without a copy, and gives NaN if the tensor holds a NaN.
     wrong = [name for name, tensor in own.items() if not torch.stack(torch.aminmax(tensor)).isfinite().all()]
     if names := [*dict.fromkeys(name for part in gather(wrong) for name in part)]:
         raise ConfigError([f"{source}: {name} holds numbers that are not finite" for name in names])

@@ -30,7 +30,7 @@ from parallelize.together import read_together, together
 
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
 _SHOWN = 8
-"""Misfits of one kind that are listed."""
+"""Maximum number of misfits of one kind that a message lists."""
 _AT_ONCE = 1 << 24
 """Elements of tied matrices that are compared at once."""
 
@@ -128,9 +128,9 @@ _COMPILED = "_orig_mod."
 
 
 def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
-    """Tensors by transformers' names, which a compiled model, and one that was saved without its head, has changed.
+    """Tensors by transformers' names. A compiled model, or one saved without its head, has other names in its files.
 
-    Raises ValueError if two get the same name.
+    Raises ValueError if two tensors get the same name.
     """
     names = {name: name.replace(_COMPILED, "") for name in stored}
     if "embed_tokens.weight" in names.values():
@@ -199,9 +199,9 @@ def _another(name: str, first: str) -> str:
 
 
 def left_out(model: HuggingFaceModel, path: Path) -> str:
-    """Names what a folder that check_weights has accepted holds beside the model, to be added to a line; may be empty.
+    """Text that names the tensors and files of a folder that are not read, to be added to a line; may be empty.
 
-    Raises ConfigError if a file cannot be read.
+    path: a folder that check_weights has accepted. Raises ConfigError if a file cannot be read.
     """
     folder = Folder(path)
     ignored = sorted(filter(model.hf_ignores, folder.shapes()))
@@ -253,11 +253,11 @@ def export(
     dtype: torch.dtype,
     separator: str = "auto",
 ) -> None:
-    """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces one there.
+    """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces an older one.
 
-    model: the whole model, on the meta device; separator: training.dataset_separator. Ranks share the files, and hold
-    one file's tensors at a time. Raises OSError on every rank if any rank cannot write, or ConfigError for a wrong
-    tokenizer; an earlier folder is then untouched, and nothing of the new one stays.
+    model: the whole model, on the meta device; separator: training.dataset_separator. Ranks share the files, and each
+    holds one file's tensors at a time. If any rank cannot write, every rank raises OSError. A wrong tokenizer raises
+    ConfigError. After an error the older folder is untouched, and nothing of the new folder stays.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = staging_of(path)
@@ -267,11 +267,11 @@ def export(
         names = ["model.safetensors"]
 
     def begin() -> None:
-        """Write all but weights, since it may fail."""
+        """Write all files but weights. This comes first, because it may fail."""
         make_staging(path)
         tokens = export_tokenizer(tokenizer, staging, separator)
         kind = str(dtype).removeprefix("torch.")
-        # A token that there is not is written too: without it, transformers takes its own default, such as 2 for EOS.
+        # A missing token is written as null, because transformers would take its own default, such as 2 for EOS.
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
         write_json(staging / "generation_config.json", tokens)
 
@@ -323,7 +323,7 @@ def export(
 
 
 def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
-    """Write a file of safetensors that every user may read, as other files."""
+    """Write a safetensors file that every user may read, like other files."""
     from safetensors.torch import save_file
 
     save_file(tensors, file, metadata={"format": "pt"})
@@ -331,7 +331,7 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
 
 
 def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:
-    """Raises ConfigError on every rank if a parameter is not 0 for which the folder has no place."""
+    """Raises ConfigError on every rank if a parameter that a Hugging Face folder cannot hold is not 0."""
     shapes = {f"model.{name}": each.shape for name, each in model.named_parameters() if not model.hf_name(name)}
     if not shapes:
         return

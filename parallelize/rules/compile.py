@@ -1,4 +1,4 @@
-"""Rules on what the compiler needs, and does not take: a reason for a refusal each, or an empty string."""
+"""Rules on the compiler: each function gives the reason for a refusal, or an empty string."""
 
 from components.config import JobConfig
 from parallelize.mesh import Degrees
@@ -23,7 +23,7 @@ def per_op_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def debug_misfit(config: JobConfig, degrees: Degrees) -> str:
-    """torch's log of operations is a context that is entered once, and is no code that can be compiled."""
+    """torch's log of operations is a context that can be entered only once, and cannot be compiled."""
     checkpointing = config.activation_checkpoint
     if not checkpointing.debug or checkpointing.mode not in ("full", "selective"):
         return ""

@@ -28,7 +28,7 @@ def near_multiples(size: int, unit: int) -> str:
 
 
 def not_among(given: str, known: Iterable[str]) -> str:
-    """The names that would do, the first 20 of more, and the nearest."""
+    """Why an unknown name is refused: the known names (the first 20 if there are many), and the nearest one."""
     names = list(known)
     near = difflib.get_close_matches(given, names, 1, 0.5)
     shown = [*names[:20], f"{len(names) - 20} more"] if len(names) > 21 else names
