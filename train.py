@@ -159,7 +159,7 @@ def local_batches(run: Run) -> Iterator[Batch]:
     training, columns = run.config.training, run.objective.columns
     if run.config.model.lora.dropout:
         columns = (*columns, "dropout_keys")
-    return build_loader(local_order(run, run.sequences), training.document_mask, training.dataloader, columns)
+    return build_loader(local_order(run, run.sequences), training.masks_documents, training.dataloader, columns)
 
 
 def divisor(run: Run) -> int:
@@ -210,7 +210,7 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
     if validation.steps != -1:
         count = min(count, validation.steps * run.global_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    given = batch_rank(run.mesh), ranks, count, training.document_mask, run.objective.columns
+    given = batch_rank(run.mesh), ranks, count, training.masks_documents, run.objective.columns
     batches = validation_batches(run.validation_set, size, *given)
     for batch in stop.until_agreed(batches) if stop else batches:
         total += run.runner.summed_loss(own_part(run, batch))

@@ -146,6 +146,8 @@ class Visibility(nn.Module):
     """Each head has a sink."""
     padding = 0
     """Number of padding tokens at the end of a training sequence."""
+    padded_rows = False
+    """Rows have padding of their own: their tokens at position -1."""
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         """The Visible, prepared by the kernel, for layers with this window (None: no window)."""

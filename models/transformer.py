@@ -130,7 +130,7 @@ class Transformer(nn.Module):
         frequencies = rotary_frequencies(config.rotary_dim, theta, scaling, positions.device)
         cos, sin = rotary_cos_sin(positions, frequencies, scaling.attention_factor if scaling else 1.0)
         visible = self.visibility(positions, document_ids, config.window if windowed else None)
-        if self.visibility.padding:
+        if self.visibility.padding or self.visibility.padded_rows:
             visible = replace(visible, padding_BS=positions < 0)
         return cos, sin, visible
 

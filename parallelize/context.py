@@ -30,7 +30,7 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         if isinstance(module, Visibility):
             replacement = _WholeSequence(cp, parallelism) if cp.size() > 1 else module
             replacement.padding = padded_length(seq_len, mesh.degrees, parallelism) - seq_len
-            replacement.sinks = module.sinks
+            replacement.sinks, replacement.padded_rows = module.sinks, module.padded_rows
         elif isinstance(module, AttentionCore) and cp.size() > 1:
             replacement = _CORES[parallelism.context_parallel_method](cp, parallelism)
         else:

@@ -27,6 +27,7 @@ def apply_sequence_splits(stage: nn.Module, splits: int) -> None:
         if isinstance(module, Visibility):
             replacement = _PartVisibility(splits)
             replacement.padding, replacement.sinks = module.padding, module.sinks
+            replacement.padded_rows = module.padded_rows
         elif isinstance(module, AttentionCore):
             replacement = _PartCore()
         else:

@@ -22,8 +22,9 @@ from pathlib import Path
 from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.config.files import writable
-from components.data.cache import cache_of, data_spec, is_made
-from components.data.sources import BadRecord, Unread, ending, find_files, read_documents, unread_files
+from components.data.cache import cache_of, is_made
+from components.data.datasets import spec_of
+from components.data.sources import BadRecord, Unread, ending, find_files, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -98,10 +99,10 @@ def data(job: Job) -> str:
 
 def _own(job: Job, path: str | None) -> str:
     training = job.config.training
-    spec = data_spec(training, job.config.model.hf_assets_path, path)
-    files, left = find_files(spec.path), _not_read(unread_files(spec.path))
+    spec = spec_of(job.config, path)
+    files, left = find_files(spec.path, spec.endings), _not_read(unread_files(spec.path, spec.endings))
     for file in files:
-        for document in islice(read_documents(file, spec.text_field), 1):
+        for document in islice(spec.documents(file), 1):
             if isinstance(document, BadRecord) and not spec.skip_errors:
                 raise ConfigError(document.reason)
     size = sum(file.stat().st_size for file in files)

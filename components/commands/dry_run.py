@@ -227,7 +227,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
     run = train.assemble(config, device, mesh, stages, NoData(training.seq_len), None)
     with fake, _Rehearsal(run.mesh, run.parameters) as meter, _pretences(meter):
         run.optimizer.register_step_pre_hook(meter.note_update)
-        names = ["tokens", "labels", "positions", *(["document_ids"] if training.document_mask else [])]
+        names = ["tokens", "labels", "positions", *(["document_ids"] if training.masks_documents else [])]
         names += [*run.objective.columns, *(["dropout_keys"] if config.model.lora.dropout else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
         train.train_step(run, itertools.repeat(batch), train.divisor(run))

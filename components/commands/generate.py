@@ -10,7 +10,7 @@ once, because attention keeps the keys and values of earlier tokens. The model's
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import ConfigError, JobConfig, Parallelism, Training
+from components.config import Chat, ConfigError, JobConfig, Parallelism, Training
 from components.config.bounds import local_path, path_argument
 from components.config.files import read_json_as
+from components.data.chats import Chats
+from components.data.template import BadChat
 from components.data.tokenizer import Tokenizer, fitting_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
-from components.state.folder import chosen_model, find_checkpoint, separator_of
+from components.state.folder import chat_of, chosen_model, find_checkpoint, separator_of
 from components.state.weights import check_weights, left_out, load_weights
 from models import MODELS, meta_model
 from models.attention import KERNELS, AttentionCore, Visible
@@ -56,6 +58,8 @@ class Source:
     """Fills the parameters that this rank has."""
     separator: str = "auto"
     """training.dataset_separator of the run."""
+    chat: Chat | None = None
+    """How the run shows chats; None if it has seen none."""
 
 
 def open_source(folder: Path, step: int | None, tokenizer: str | None = None) -> Source:
@@ -77,7 +81,7 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> Source:
     said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     model = meta_model(chosen, config["training"]["dtype"])
     path = tokenizer or config["model"]["hf_assets_path"]
-    return Source(chosen.name, model, path, said, load, separator_of(config))
+    return Source(chosen.name, model, path, said, load, separator_of(config), chat_of(config))
 
 
 def _open_hugging_face(folder: Path, given_tokenizer: str | None) -> Source:
@@ -221,21 +225,66 @@ def continue_text(
     ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
     if not ids:
         raise ConfigError("an empty prompt, and the tokenizer has no token that begins a text")
+    return continue_tokens(model, tokenizer, ids, {tokenizer.eos_id}, count, temperature, top_p, seed)
+
+
+def continue_tokens(
+    model: nn.Module,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    ends: Collection[int | None],
+    count: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> Iterator[str]:
+    """Yields the text that follows these tokens, up to one of the ends or to count tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:
         # A model may have more rows than the tokenizer has tokens.
         return sample(logits[: tokenizer.vocab_size], temperature, top_p, generator)
 
-    tokens = takewhile(lambda token: token != tokenizer.eos_id, islice(generate(model, ids, choose), count))
+    tokens = takewhile(lambda token: token not in ends, islice(generate(model, ids, choose), count))
     return decode_stream(tokenizer, ids, tokens)
+
+
+def answers(
+    model: nn.Module, chats: Chats, system: str, turns: Iterable[str], *sampling: Any
+) -> Iterator[tuple[str, Iterator[str]]]:
+    """Yields (a user's turn, the pieces of its answer) of one chat. A turn sees all earlier ones.
+
+    Raises ConfigError for a turn that the template cannot show.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    try:
+        ends = chats.ends()
+    except BadChat as error:
+        raise ConfigError(str(error)) from None
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        said: list[str] = []
+        try:
+            ids = chats.prompt(messages)
+        except BadChat as error:
+            raise ConfigError(f"{turn[:60]}: {error}") from None
+
+        def pieces(ids: list[int] = ids, said: list[str] = said) -> Iterator[str]:
+            for piece in continue_tokens(model, chats.tokenizer, ids, ends, *sampling):
+                said.append(piece)
+                yield piece
+
+        yield turn, pieces()
+        messages.append({"role": "assistant", "content": "".join(said)})
 
 
 def main(argv: list[str]) -> int:
     """The command line; returns an exit code. Raises ConfigError."""
     parser = argparse.ArgumentParser(prog="python -m components.generate", description=__doc__.partition("\n")[0])
     parser.add_argument("source", type=path_argument, help="a run's dump_folder, or a Hugging Face folder")
-    parser.add_argument("prompts", nargs="+", metavar="prompt", help="what each text begins with")
+    parser.add_argument("prompts", nargs="*", metavar="prompt", help="what each text begins with; with --chat, turns")
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's turns, or else lines of the console")
+    parser.add_argument("--system", default="", help="the system's turn of a chat")
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest that verifies)")
     parser.add_argument("--tokenizer", type=local_path, help="file or folder (default: the tokenizer of the source)")
     parser.add_argument("--tokens", type=int, default=200, help="maximum after each prompt (200)")
@@ -243,10 +292,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--top-p", type=float, default=1.0, help="total probability of the tokens to draw from (1)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for each prompt (0)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32 on CPU, else bfloat16")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):
         parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
+    if not options.prompts and not options.chat:
+        parser.error("a prompt is missing")
+    if options.system and not options.chat:
+        parser.error("--system needs --chat")
     device = init_distributed(300)
+    if options.chat and not options.prompts and dist.get_world_size() > 1:
+        raise ConfigError("--chat on several ranks takes its turns from the command line")
     source = open_source(options.source, options.step, options.tokenizer)
     rows = source.model.config.vocab_size
     tokenizer = fitting_tokenizer(source.tokenizer, source.name, rows, source.separator)
@@ -255,10 +310,16 @@ def main(argv: list[str]) -> int:
     first = dist.get_rank() == 0
     if first:
         print(f"{source.said}, {dtype}", *passed_over(source.tokenizer), sep="\n", file=sys.stderr)
-    for number, prompt in enumerate(options.prompts):
-        sampling = options.tokens, options.temperature, options.top_p, options.seed
-        pieces = continue_text(model, tokenizer, prompt, *sampling)
-        if first:
+    sampling = options.tokens, options.temperature, options.top_p, options.seed
+    if options.chat:
+        turns = options.prompts or (line.rstrip("\n") for line in sys.stdin)
+        said = answers(model, Chats(source.chat or Chat(), source.tokenizer), options.system, turns, *sampling)
+    else:
+        said = ((prompt, continue_text(model, tokenizer, prompt, *sampling)) for prompt in options.prompts)
+    for number, (prompt, pieces) in enumerate(said):
+        if first and options.chat:
+            print("\n\n" * (number > 0) + f"> {prompt}\n", end="", flush=True)
+        elif first:
             print("\n\n" * (number > 0) + prompt, end="", flush=True)
         for piece in pieces:
             if first:

@@ -18,6 +18,7 @@ from components.config.rule import Rule, broken_rules, check_rules, mistake
 from components.config.tables import (
     ActivationCheckpoint,
     Balancing,
+    Chat,
     Compile,
     DataLoader,
     Float8,

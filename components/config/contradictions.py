@@ -1,14 +1,16 @@
 """The table of settings that are valid alone but contradict another setting."""
 
+import json
 import os
 import re
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from components.config.bounds import LARGEST, PathError, local_path
 from components.config.optimizer import OPTIMIZER_KEYS
 from components.config.rule import Rule, value_of
-from components.config.tables import JobConfig
+from components.config.tables import Chat, JobConfig
 
 EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
@@ -58,6 +60,14 @@ def _offload_misfit(job: JobConfig) -> str | bool:
 def _stages_misfit(job: JobConfig, key: str) -> str | bool:
     given = f"parallelism.{key}" in job.origins and bool(job.parallelism.module_fqns_per_model_part)
     return given and "module_fqns_per_model_part lists the stages: leave it out"
+
+
+def _kwargs_misfit(job: JobConfig) -> str | bool:
+    try:
+        given = json.loads(job.chat.template_kwargs)
+    except (ValueError, RecursionError) as error:
+        return f"not JSON: {error}"
+    return not isinstance(given, dict) and "expected a JSON object, as '{\"enable_thinking\": false}'"
 
 
 def _folder_misfit(job: JobConfig, key: str) -> str | bool:
@@ -276,6 +286,51 @@ CONTRADICTIONS = [
         lambda job: (
             job.profiling.profile_freq < job.profiling.profiler_active + job.profiling.profiler_warmup
             and "less than profiler_warmup + profiler_active"
+        ),
+    ),
+    *(
+        Rule(
+            f"chat.{each.name}",
+            lambda job, key=f"chat.{each.name}": (
+                key in job.origins
+                and job.training.dataset_format != "chat"
+                and 'needs training.dataset_format = "chat"'
+            ),
+        )
+        for each in fields(Chat)
+    ),
+    Rule("chat.template_kwargs", _kwargs_misfit),
+    Rule(
+        "training.dataset_format",
+        lambda job: (
+            job.training.dataset_format == "chat"
+            and (job.training.dataset_streaming or job.training.dataset_path is None)
+            and "chats are read from files: set training.dataset_path, and no dataset_streaming"
+        ),
+    ),
+    Rule(
+        "training.dataset_text_field",
+        lambda job: (
+            "training.dataset_text_field" in job.origins
+            and job.training.dataset_format == "chat"
+            and "records are chats; chat.messages_field names the field of messages"
+        ),
+    ),
+    Rule(
+        "training.dataset_separator",
+        lambda job: (
+            "training.dataset_separator" in job.origins
+            and job.training.dataset_format == "chat"
+            and "the template of a chat has the tokens around it: leave it out"
+        ),
+    ),
+    Rule(
+        "training.document_mask",
+        lambda job: (
+            "training.document_mask" in job.origins
+            and not job.training.document_mask
+            and job.training.dataset_format == "chat"
+            and "a chat never sees the other chats of its row: leave it out"
         ),
     ),
     *(

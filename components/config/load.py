@@ -19,7 +19,7 @@ from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_
 from components.config.optimizer import LRScheduler
 from components.config.read import Given, read_file, read_overrides
 from components.config.rule import check_rules
-from components.config.tables import JobConfig, Training
+from components.config.tables import OF_TOKENIZER, JobConfig, Training
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository's root, to which paths of bundled assets are relative."""
@@ -102,7 +102,7 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
     for key, annotation in FIELDS.items():
         *names, last = key.split(".")
         table = functools.reduce(dict.__getitem__, names, tables)
-        if _is_path(annotation) and table[last]:
+        if _is_path(annotation) and table[last] and (key, table[last]) != ("chat.template", OF_TOKENIZER):
             table[last] = str(_absolute(key, table[last]))
     return tables
 
@@ -110,7 +110,8 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
 def _absolute(key: str, path: str) -> Path:
     if key == "training.dataset_cache":
         return ROOT / path
-    return (here_or_in_repository(path) if key == "model.hf_assets_path" else Path(path)).absolute()
+    in_repository = key in ("model.hf_assets_path", "chat.template")
+    return (here_or_in_repository(path) if in_repository else Path(path)).absolute()
 
 
 def here_or_in_repository(path: str) -> Path:

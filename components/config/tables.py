@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Lt, MinLen
 
 from components.config.bounds import (
     Fraction,
@@ -59,6 +59,8 @@ class Training:
     dataset_separator: Name = "auto"
     """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
     neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
+    dataset_format: Literal["text", "chat"] = "text"
+    """Records of the data: text, or chats, of which the table chat says what is trained."""
     dataset_cache: PathName = ".cache/tokens"
     """Folder of tokenized data, which runs share; relative to the repository. If the repository cannot be written, the
     default is meshwright/tokens in XDG_CACHE_HOME, or in ~/.cache."""
@@ -100,6 +102,11 @@ class Training:
     """Run Python's garbage collector every this many steps, and never in between."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Loader processes and buffers."""
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether a token sees its own document alone: rows of chats always have documents."""
+        return self.document_mask or self.dataset_format == "chat"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +296,34 @@ class Debug:
     saves. 0 for never."""
 
 
+OF_TOKENIZER = "tokenizer"
+"""chat.template that is no path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chat:
+    """Chats as training data, with training.dataset_format = "chat" (docs/chat.md)."""
+
+    template: PathName = OF_TOKENIZER
+    """Template that turns messages into text: tokenizer, for the one in the tokenizer's folder, or a .jinja file."""
+    template_kwargs: Annotated[str, MinLen(1)] = "{}"
+    """Variables of the template, as a JSON object: '{"enable_thinking": false}'."""
+    messages_field: str = ""
+    """Field of a record that holds its messages; by default messages, conversations, prompt with completion, or
+    instruction with output, whichever is there."""
+    roles_to_train: Annotated[list[Name], MinLen(1)] = field(default_factory=lambda: ["assistant"])
+    """Roles whose turns are trained; those of other roles than assistant with their headers."""
+    message_field_training: Name = "train"
+    """Field of a message that says, by true or false, whether its turn is trained, whatever its role."""
+    history: Literal["as_inference", "last_turn"] = "as_inference"
+    """Turns before a trained one are what generation would see. as_inference: all turns are trained; a turn after which
+    the template shows an earlier one otherwise begins a new sequence. last_turn: only a chat's last turn is trained."""
+    too_long: Literal["fail", "skip", "truncate_end"] = "fail"
+    """A chat of more than seq_len + 1 tokens ends the run before it begins, is left out, or loses its end."""
+    packing: Literal["best_fit", "none"] = "best_fit"
+    """Chats of a row: as many as fit, chosen by best-fit decreasing; none: one."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class JobConfig:
     """A job file with all defaults filled in."""
@@ -307,6 +342,7 @@ class JobConfig:
     experts: Balancing = field(default_factory=Balancing)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
+    chat: Chat = field(default_factory=Chat)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
 

@@ -4,12 +4,15 @@
 - cache.py tokenizes documents before training.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.
+- template.py, chats.py and rows.py make rows of chats.
+- datasets.py picks the datasets of a job.
 - order.py computes the order of sequences.
 - loader.py makes batches.
 - hub.py talks to the Hugging Face hub.
 """
 
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare
-from components.data.packed import PackedSequences, build_datasets
+from components.data.datasets import build_datasets, spec_of
+from components.data.packed import PackedSequences
 
-__all__ = ["DataSpec", "PackedSequences", "TokenCache", "build_datasets", "data_spec", "prepare"]
+__all__ = ["DataSpec", "PackedSequences", "TokenCache", "build_datasets", "data_spec", "prepare", "spec_of"]

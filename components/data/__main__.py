@@ -1,12 +1,16 @@
-"""`python -m components.data prepare` tokenizes a job's data ahead of time; `fetch` downloads files of the hub."""
+"""`python -m components.data prepare` tokenizes a job's data ahead of time, `show` shows a row of chats, `fetch`
+downloads files of the hub.
+"""
 
 import argparse
 import sys
 
 from components.config import ConfigError, JobConfig, load_config
 from components.config.bounds import path_argument
-from components.data.cache import data_spec, prepare
+from components.data.cache import prepare
+from components.data.datasets import spec_of
 from components.data.hub import fetch
+from components.data.show import show
 from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer
@@ -19,12 +23,12 @@ def prepare_all(config: JobConfig) -> None:
     Prints warnings about the tokenizer, and about files that look like data and are not read.
     """
     _warn(*check_tokenizer(config))
-    training, validation, streamed = config.training, config.validation, is_stream(config.training)
+    validation, streamed = config.validation, is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
     for path in own if streamed else [None, *own]:
-        spec = data_spec(training, config.model.hf_assets_path, path)
-        _warn_unread(unread_files(spec.path))
+        spec = spec_of(config, path)
+        _warn_unread(unread_files(spec.path, spec.endings))
         prepare(spec)
 
 
@@ -42,6 +46,11 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m components.data")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="--job.config_file FILE [--table.key value ...]", add_help=False)
+    showing = commands.add_parser("show", help="a row of chats: --job.config_file FILE [--table.key value ...]")
+    showing.add_argument("--row", type=int, default=0, help="number of the row (0)")
+    showing.add_argument("--json", action="store_true", help="tokens, labels, positions, documents and text as JSON")
+    showing.add_argument("--html", type=path_argument, metavar="FILE", help="write the row as a page")
+    showing.add_argument("--stats", action="store_true", help="what all rows hold")
     fetching = commands.add_parser("fetch", help="files of a repository of the Hugging Face hub")
     fetching.add_argument("repository", metavar="REPO", help="org/name; HF_TOKEN opens private and gated ones")
     fetching.add_argument("--kind", choices=["model", "dataset"], default="model")
@@ -51,6 +60,8 @@ def main(argv: list[str]) -> None:
     given, rest = parser.parse_known_args(argv)
     if given.command == "prepare":
         prepare_all(load_config(rest))
+    elif given.command == "show":
+        show(load_config(rest), given.row, given.json, given.html, given.stats)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:

@@ -15,12 +15,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -37,7 +37,7 @@ from components.config.files import (
     writable,
     write_json,
 )
-from components.data.sources import HUB, REGISTERED, BadRecord, Document, ending, find_files, read_documents
+from components.data.sources import HUB, READERS, REGISTERED, BadRecord, Document, ending, find_files, read_documents
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.launch.locks import locked
@@ -62,6 +62,23 @@ class DataSpec:
     cache_folder: Path
     separator: str = field(default=AUTO, kw_only=True)
     """training.dataset_separator"""
+
+    endings: ClassVar[Collection[str]] = READERS
+    """Endings of the files that are read."""
+
+    def settings(self) -> tuple[str, ...]:
+        """All that affects how documents become tokens, beside the files."""
+        return (_FORMAT, self.text_field, str(self.skip_errors), fingerprint(self.tokenizer_path, self.separator))
+
+    def documents(self, file: Path) -> Iterator[Document | BadRecord]:
+        return read_documents(file, self.text_field)
+
+    def tokenize(self, files: list[Path], folder: Path, key: str, workers: int) -> None:
+        """Write the files of a cache."""
+        _tokenize(self, files, folder, key, workers)
+
+    def open(self, folder: Path) -> "TokenCache":
+        return TokenCache(folder)
 
 
 @dataclass
@@ -158,7 +175,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
     Raises ConfigError if there is no data, the cache cannot be written, or a record is unreadable and not skipped.
     """
     try:
-        files = find_files(spec.path)
+        files = find_files(spec.path, spec.endings)
         folder = cache_of(spec, files)
         # An existing cache needs no lock, because its disk may be read-only.
         if not is_made(folder):
@@ -166,7 +183,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
             with locked(folder.with_name(f".{folder.name}.lock"), f"tokenize {spec.path}"):
                 if not is_made(folder):
                     _build(spec, files, folder, workers or cores())
-        return TokenCache(folder)
+        return spec.open(folder)
     except OSError as error:
         where = f"cache in {spec.cache_folder} (training.dataset_cache)"
         raise ConfigError(f"training data {spec.path}, {where}: {error}") from error
@@ -177,7 +194,7 @@ def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> Non
     staging = make_staging(folder)
     try:
         try_tokenizer(spec.tokenizer_path, spec.separator)
-        _tokenize(spec, files, staging, folder.name, workers)
+        spec.tokenize(files, staging, folder.name, workers)
         if _key(spec, files) != folder.name:
             raise ConfigError(f"training data {spec.path}: changed while it was read")
         shutil.rmtree(publish(staging, folder), ignore_errors=True)
@@ -195,8 +212,7 @@ def _key(spec: DataSpec, files: list[Path]) -> str:
 
 def how_tokenized(spec: DataSpec) -> hashlib.blake2b:
     """Hash of all settings that affect how documents become tokens."""
-    parts = (_FORMAT, spec.text_field, str(spec.skip_errors), fingerprint(spec.tokenizer_path, spec.separator))
-    return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in parts), digest_size=12)
+    return hashlib.blake2b(b"".join(part.encode() + b"\0" for part in spec.settings()), digest_size=12)
 
 
 def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path], str]) -> list[str]:
@@ -236,7 +252,7 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     ends: list[int] = []
     total, started = 0, time.perf_counter()
     size = sum(file.stat().st_size for file in files)
-    documents = ((document, None) for file in files for document in read_documents(file, spec.text_field))
+    documents = ((document, None) for file in files for document in spec.documents(file))
     bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {spec.path}", file=sys.stderr)
     with bar, (folder / "tokens.bin").open("wb") as tokens:
         for encoded, is_end, read_bytes, _ in tokenized(documents, spec, dtype, workers, bad):
@@ -247,10 +263,7 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
     seconds = time.perf_counter() - started
     if not total:
         raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    with (folder / "tokens.bin").open("rb") as written:
-        blocks = iter(partial(written.read, BLOCK_BYTES), b"")
-        hashes = [block_hash(np.frombuffer(block, np.uint8)) for block in blocks]
-    np.asarray(hashes, dtype=np.uint64).tofile(folder / "blocks.bin")
+    write_hashes(folder)
     (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
     index = {
         "key": key,
@@ -269,6 +282,14 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
         f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
         flush=True,
     )
+
+
+def write_hashes(folder: Path) -> None:
+    """Write blocks.bin of the tokens in a folder."""
+    with (folder / "tokens.bin").open("rb") as written:
+        blocks = iter(partial(written.read, BLOCK_BYTES), b"")
+        hashes = [block_hash(np.frombuffer(block, np.uint8)) for block in blocks]
+    np.asarray(hashes, dtype=np.uint64).tofile(folder / "blocks.bin")
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

@@ -74,7 +74,7 @@ class _Batches(Dataset):
 
     def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
         sequences, seed = self.order.sequences, self.order.seed
-        batch = _batch(sequences, sequences.at(positions, seed), self.document_mask)
+        batch = batch_of(sequences, sequences.at(positions, seed), self.document_mask)
         return batch | _columns(self.columns, sequences, positions, seed)
 
 
@@ -82,7 +82,8 @@ def _columns(names: Sequence[str], sequences: PackedSequences, positions: np.nda
     return {name: torch.from_numpy(COLUMNS[name](sequences, positions, seed)) for name in names}
 
 
-def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
+def batch_of(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
+    """The columns of the sequences with these numbers."""
     tokens, document_ids = sequences.get(numbers)
     labels, trained = tokens[:, 1:], sequences.trained(numbers)
     if trained is not None:
@@ -93,6 +94,8 @@ def _batch(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool)
         begins = np.diff(document_ids, axis=1, prepend=0) > 0
         starts = np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
         batch |= {"positions": positions - starts, "document_ids": document_ids}
+    if (padding := sequences.padding(numbers)) is not None:
+        batch["positions"] = np.where(padding, -1, batch["positions"])
     return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
@@ -162,7 +165,7 @@ def validation_batches(
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
-        batch = _batch(sequences, np.minimum(wanted, count - 1), document_mask)
+        batch = batch_of(sequences, np.minimum(wanted, count - 1), document_mask)
         batch |= _columns(columns, sequences, wanted, 0)
         batch["labels"][torch.from_numpy(wanted >= count)] = IGNORED
         yield batch

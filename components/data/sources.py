@@ -4,12 +4,12 @@ import glob
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from components.config import ROOT, ConfigError
 from components.config.files import inside, refuse_pointer
@@ -45,36 +45,38 @@ def ending(file: Path) -> str:
     return file.suffix.lower()
 
 
-def find_files(path: str) -> list[Path]:
+def find_files(path: str, endings: Collection[str] = ()) -> list[Path]:
     """The sorted data files of a path: a file, a folder with its subfolders, or a glob. Skips empty and hidden files.
+
+    endings: of the files that count, in small letters; those of READERS by default.
 
     Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
-    return _find(path)[0]
+    return _find(path, endings)[0]
 
 
-def unread_files(path: str) -> "Unread | None":
+def unread_files(path: str, endings: Collection[str] = ()) -> "Unread | None":
     """Files of a path that look like data, but are not among find_files. Raises ConfigError as find_files does."""
-    return _find(path)[1]
+    return _find(path, endings)[1]
 
 
-def _find(path: str) -> tuple[list[Path], "Unread | None"]:
-    given = Path(path)
-    known = ", ".join(sorted(READERS))
+def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | None"]:
+    given, endings = Path(path), endings or READERS
+    known = ", ".join(sorted(endings))
     try:
         if given.is_file():
             found = [given]
-            if ending(given) not in READERS:
+            if ending(given) not in endings:
                 reason = f'ending "{given.suffix}" is not one of {known}: {_remedies(found)}'
                 raise ConfigError(f"training data {path}: {reason}")
         elif given.is_dir():
             found = list(walk(given))
-            check_inside(given, [file for file in found if ending(file) in READERS])
+            check_inside(given, [file for file in found if ending(file) in endings])
         else:
             found = [file for file in _matches(str(given)) if file.is_file()]
             if not found and not glob.has_magic(str(given)):
                 raise ConfigError(f"training data {path}: no such file or folder")
-        readable = [file for file in found if ending(file) in READERS]
+        readable = [file for file in found if ending(file) in endings]
         full = sorted(file for file in readable if file.stat().st_size)
         others = unread(found, full)
     except OSError as error:
@@ -225,29 +227,68 @@ def _read_text(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
+    for place, record in _json_lines(file):
+        if isinstance(record, BadRecord):
+            yield record
+            continue
+        text = record.get(text_field) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            yield BadRecord(f'{place}: no text in field "{text_field}" (training.dataset_text_field)')
+        elif _SURROGATE.search(text):
+            yield BadRecord(f"{place}: not Unicode: half of a surrogate pair")
+        else:
+            yield text
+
+
+def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (place, value or BadRecord) of each line that is not blank."""
     with file.open("rb") as lines:
         for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), 1):
+            place = f"{file}:{number}"
             if not line.strip():
                 continue
             if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
                 while line and not line.endswith(b"\n"):
                     line = lines.readline(_LONGEST_LINE)
-                yield BadRecord(f"{file}:{number}: a line of more than {_LONGEST_LINE:,} bytes: one object a line")
+                yield place, BadRecord(f"{place}: a line of more than {_LONGEST_LINE:,} bytes: one object a line")
                 continue
             try:
-                record = json.loads(line)
+                yield place, json.loads(line)
             except UnicodeDecodeError as error:
-                yield BadRecord(f"{file}:{number}: not UTF-8 at byte {error.start} of the line")
+                yield place, BadRecord(f"{place}: not UTF-8 at byte {error.start} of the line")
             except (ValueError, RecursionError) as error:
-                yield BadRecord(f"{file}:{number}: not JSON: {error}")
-            else:
-                text = record.get(text_field) if isinstance(record, dict) else None
-                if not isinstance(text, str):
-                    yield BadRecord(f'{file}:{number}: no text in field "{text_field}" (training.dataset_text_field)')
-                elif _SURROGATE.search(text):
-                    yield BadRecord(f"{file}:{number}: not Unicode: half of a surrogate pair")
-                else:
-                    yield text
+                yield place, BadRecord(f"{place}: not JSON: {error}")
+
+
+def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (place, value or BadRecord) of each element of a JSON list, which is read as a whole."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        yield str(file), BadRecord(f"{file}: not JSON: {error}; one object a line is .jsonl")
+        return
+    if not isinstance(found, list):
+        yield str(file), BadRecord(f"{file}: not a JSON list; one object a line is .jsonl")
+        return
+    yield from ((f"{file}: element {number}", each) for number, each in enumerate(found, 1))
+
+
+def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yields (place, row as a dict or BadRecord)."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for group in pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS):
+            for row in group.to_pylist():
+                number += 1
+                yield f"{file}: row {number}", row
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        yield (
+            str(file),
+            BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}"),
+        )
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
@@ -282,3 +323,10 @@ READERS: dict[str, Reader] = {
     ".parquet": _read_parquet,
 }
 """Readers by file ending, in small letters."""
+RECORDS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".json": _json_list,
+    ".parquet": _parquet_rows,
+}
+"""The same for records of any shape: each yields (place, record or BadRecord)."""

@@ -59,6 +59,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]: ...
 
+    def encode_template(self, text: str) -> list[int]:
+        """Token ids of text whose special tokens are meant as such."""
+
     def decode(self, ids: list[int]) -> str: ...
 
 
@@ -112,6 +115,9 @@ class TiktokenTokenizer:
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
 
+    def encode_template(self, text: str) -> list[int]:
+        return self._encoding.encode(text, allowed_special="all")
+
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
@@ -145,6 +151,13 @@ class JsonTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_template(self, text: str) -> list[int]:
+        self._tokenizer.encode_special_tokens = False
+        try:
+            return self.encode(text)
+        finally:
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -277,6 +290,8 @@ def check_tokenizer(config: JobConfig) -> list[str]:
     """
     path, separator = config.model.hf_assets_path, config.training.dataset_separator
     lines = passed_over(path)
+    if config.training.dataset_format == "chat":  # a template has the tokens around a chat
+        return lines
     if separator not in (AUTO, NONE):
         tokenizer = load_tokenizer(path, NONE)
         if tokenizer.token_id(separator) is None:

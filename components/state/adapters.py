@@ -18,7 +18,7 @@ from components.config import ConfigError, JobConfig, Lora
 from components.config.files import make_staging, publish, read_json, refuse_pointer, staging_of, write_json
 from components.state.base import check_base, load_run, read_base
 from components.state.checkpoint import Checkpointer
-from components.state.folder import chosen_model, separator_of
+from components.state.folder import chat_of, chosen_model, separator_of
 from components.state.tensors import check_finite, load_tensors
 from components.state.weights import Folder, export, write_tensors
 from models import meta_model
@@ -38,7 +38,8 @@ def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torc
     if chosen.lora.rank:
         export_adapters(config, checkpoint, path, dtype)
     else:
-        export(meta_model(chosen), checkpoint, path, config["model"]["hf_assets_path"], dtype, separator_of(config))
+        tokenizer = config["model"]["hf_assets_path"]
+        export(meta_model(chosen), checkpoint, path, tokenizer, dtype, separator_of(config), chat_of(config))
 
 
 def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
@@ -209,4 +210,5 @@ def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dty
     load_run(model, config, checkpoint)
     check_base(model, checkpoint)
     plain = meta_model(replace(chosen, lora=Lora()))
-    export(plain, merged(model), path, config["model"]["hf_assets_path"], dtype, separator_of(config))
+    tokenizer = config["model"]["hf_assets_path"]
+    export(plain, merged(model), path, tokenizer, dtype, separator_of(config), chat_of(config))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from components.config import ConfigError, Lora, Model, RopeScaling
+from components.config import Chat, ConfigError, Lora, Model, RopeScaling
 from components.config.files import digest, patiently, read_json, refuse_pointer
 from parallelize.together import read_together
 
@@ -147,6 +147,11 @@ def chosen_model(config: dict[str, Any]) -> Model:
 def separator_of(config: dict[str, Any]) -> str:
     """training.dataset_separator of a run's job file, which older runs lack."""
     return str(config["training"].get("dataset_separator", "auto"))
+
+
+def chat_of(config: dict[str, Any]) -> Chat | None:
+    """The table chat of a run's job file; None for a run that was not trained on chats."""
+    return Chat(**config["chat"]) if config["training"].get("dataset_format") == "chat" else None
 
 
 def listed(there: list[Saved]) -> str:

@@ -17,8 +17,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
-from components.config import ConfigError
+from components.config import Chat, ConfigError
 from components.config.files import inside, make_staging, publish, read_json_as, refuse_pointer, staging_of, write_json
+from components.data.chats import export_template
 from components.data.tokenizer import export_tokenizer
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
@@ -252,12 +253,14 @@ def export(
     tokenizer: str,
     dtype: torch.dtype,
     separator: str = "auto",
+    chat: Chat | None = None,
 ) -> None:
     """Write a checkpoint's weights, or those given by name, as a folder that transformers loads; replaces an older one.
 
-    model: the whole model, on the meta device; separator: training.dataset_separator. Ranks share the files, and each
-    holds one file's tensors at a time. If any rank cannot write, every rank raises OSError. A wrong tokenizer raises
-    ConfigError. After an error the older folder is untouched, and nothing of the new folder stays.
+    model: the whole model, on the meta device; separator: training.dataset_separator; chat: of a run on chats.
+    Ranks share the files, and each holds one file's tensors at a time. If any rank cannot write, every rank raises
+    OSError. A wrong tokenizer raises ConfigError. After an error the older folder is untouched, and nothing of the new
+    folder stays.
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = staging_of(path)
@@ -273,7 +276,8 @@ def export(
         kind = str(dtype).removeprefix("torch.")
         # A missing token is written as null, because transformers would take its own default, such as 2 for EOS.
         write_json(staging / "config.json", model.hf_config() | tokens | {"torch_dtype": kind})
-        write_json(staging / "generation_config.json", tokens)
+        ends = export_template(chat, tokenizer, staging) if chat else {}
+        write_json(staging / "generation_config.json", tokens | ends)
 
     def write() -> None:
         for number in range(rank, len(parts), ranks):

@@ -1,0 +1,178 @@
+"""Chats from records of any usual shape: messages, their tokens, and which tokens are trained.
+
+A record has one of these fields: messages (OpenAI), conversations (ShareGPT), prompt with completion, or instruction
+with output (Alpaca). It may have tools too.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.config import ConfigError
+from components.config.keys import short
+from components.config.tables import Chat
+from components.data.template import BadChat, Template, load_template, targets
+from components.data.tokenizer import Tokenizer, load_tokenizer
+
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
+"""Role in ShareGPT's records -> role in templates."""
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message's thinking. Templates read one of the first two, and get both, as in transformers."""
+Tokens = tuple[list[int], np.ndarray]
+"""Ids of a sequence, and a bool for each: whether it is trained as a label."""
+
+
+class Chats:
+    """Turns records into sequences: token ids, and a bool for each that says whether it is trained as a label."""
+
+    def __init__(self, chat: Chat, tokenizer_path: str) -> None:
+        self.chat, self.path = chat, tokenizer_path
+        self.template: Template = load_template(chat, tokenizer_path)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return load_tokenizer(self.path)
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        tokens = sorted(self.tokenizer.special, key=len, reverse=True)
+        if not tokens:
+            raise ConfigError(f"model.hf_assets_path: {self.path} has no special tokens, with which turns could end")
+        return re.compile("|".join(map(re.escape, tokens)))
+
+    def sequences(self, record: Any) -> list[Tokens]:
+        """The sequences of a record: (ids, trained (len(ids),) bool). Raises BadChat if there are none."""
+        messages, tools = self.messages(record)
+        self._refuse_special(messages, tools)
+        trained = [self._is_trained(message) for message in messages]
+        if self.chat.history == "last_turn":
+            last = max((number for number, each in enumerate(trained) if each), default=-1)
+            trained = [number == last for number in range(len(trained))]
+        if not any(trained):
+            roles = " or ".join(self.chat.roles_to_train)
+            raise BadChat(f"no turn of {roles} to train (chat.roles_to_train)")
+        rendered = targets(self.template, messages, tools, trained.__getitem__, self._special)
+        return [self._tokens(each.text[: each.trained[-1][1]], each.trained) for each in rendered]
+
+    def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
+        """Ids of messages and of the beginning of the turn that answers them. Raises BadChat."""
+        self._refuse_special(messages, None)
+        return self.tokenizer.encode_template(self.template.render(messages, prompt=True))
+
+    def ends(self) -> set[int]:
+        """The tokens that end an answer."""
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        whole = replace(self.chat, messages_field="", roles_to_train=["assistant"])
+        return {ids[-1] for ids, _ in Chats(whole, self.path).sequences({"messages": said})}
+
+    def _is_trained(self, message: dict[str, Any]) -> bool:
+        said = message.pop(self.chat.message_field_training, None)
+        if said is None:
+            return message["role"] in self.chat.roles_to_train
+        if not isinstance(said, bool):
+            raise BadChat(f"{self.chat.message_field_training} = {short(repr(said))}: expected true or false")
+        return said
+
+    def _tokens(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
+        """Ids of the text, and which of them lie in the spans. Raises BadChat if a token crosses the edge of one."""
+        edges = [0, *(edge for span in spans for edge in span)]
+        parts = [self.tokenizer.encode_template(text[start:end]) for start, end in pairwise(edges)]
+        ids = [token for part in parts for token in part]
+        if ids != self.tokenizer.encode_template(text):
+            raise BadChat("a token begins before a trained turn and ends in it")
+        trained = np.repeat([number % 2 == 1 for number in range(len(parts))], [len(part) for part in parts])
+        trained[0] = False  # no token predicts it
+        return ids, trained
+
+    def messages(self, record: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Messages of a record, each with a role and a content, and the record's tools. Raises BadChat."""
+        if not isinstance(record, dict):
+            raise BadChat(f"expected an object, not {short(repr(record), 60)}")
+        field = self.chat.messages_field
+        if field:
+            if field not in record:
+                raise BadChat(f'no field "{field}" (chat.messages_field); it has {", ".join(map(str, record))}')
+            found = record[field]
+        else:
+            found = _found(record)
+        if not isinstance(found, list) or not found:
+            raise BadChat(f"expected a list of messages, not {short(repr(found), 60)}")
+        return [_message(each, number) for number, each in enumerate(found, 1)], record.get("tools") or None
+
+    def _refuse_special(self, messages: Sequence[dict[str, Any]], tools: Any) -> None:
+        """Special tokens come from the template alone: else a text could begin a turn of the system."""
+        for number, message in enumerate(messages, 1):
+            for text in _texts([value for key, value in message.items() if key != "role"]):
+                if spelt := self._special.search(text):
+                    raise BadChat(f"message {number} spells the special token {spelt[0]}")
+        for text in _texts(tools):
+            if spelt := self._special.search(text):
+                raise BadChat(f"tools spell the special token {spelt[0]}")
+
+
+def _texts(value: Any) -> list[str]:
+    """Every text in a JSON value."""
+    if isinstance(value, str):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return [text for each in values for text in _texts(each)]
+
+
+def _found(record: dict[str, Any]) -> Any:
+    """The messages of a record whose field is not given."""
+    for field in ("messages", "conversations"):
+        if field in record:
+            return record[field]
+    if "prompt" in record and "completion" in record:
+        parts = zip(("user", "assistant"), (record["prompt"], record["completion"]), strict=True)
+        lists = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in parts]
+        return [message for each in lists for message in each]
+    if "instruction" in record and "output" in record:
+        asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
+        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+        return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+    raise BadChat(
+        "no messages, conversations, prompt with completion, or instruction with output: chat.messages_field names "
+        f"another field; it has {', '.join(map(str, record))}"
+    )
+
+
+def _message(given: Any, number: int) -> dict[str, Any]:
+    """A message with its role and content. Fields that are null are left out: parquet gives every row all of them."""
+    if not isinstance(given, dict):
+        raise BadChat(f"message {number}: expected an object, not {short(repr(given), 60)}")
+    message = {key: value for key, value in given.items() if value is not None}
+    if "from" in message and "value" in message:  # ShareGPT
+        role = message.pop("from")
+        message |= {"role": _ROLES.get(role, role), "content": message.pop("value")}
+    thought = next((message[name] for name in _THOUGHTS if name in message), None)
+    if thought is not None:
+        message = {"thinking": thought} | message | {"reasoning_content": thought}
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise BadChat(f"message {number}: no role")
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+        message["content"] = content = "".join(str(part.get("text", "")) for part in content)
+    if isinstance(content, list):
+        raise BadChat(f"message {number}: content with images or sound, which no model here takes")
+    if content is None and message.get("tool_calls"):
+        message["content"] = content = ""
+    if not isinstance(content, str):
+        raise BadChat(f"message {number}: content is {short(repr(given.get('content')), 60)}: expected a text")
+    return message
+
+
+def export_template(chat: Chat, tokenizer_path: str, folder: Path) -> dict[str, list[int]]:
+    """Writes chat_template.jinja beside an exported tokenizer; returns eos_token_id for generation_config.json."""
+    chats = Chats(chat, tokenizer_path)
+    (folder / "chat_template.jinja").write_text(chats.template.source, encoding="utf-8")
+    try:
+        return {"eos_token_id": sorted(chats.ends())}
+    except BadChat:  # a template for other chats than a user's question and an answer
+        return {}

@@ -1,0 +1,94 @@
+"""The datasets of a job: training and validation sequences, of text or of chats, streamed or not."""
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+from components.config import ConfigError, JobConfig, mistake
+from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.packed import PackedSequences, StreamedSequences
+from components.data.rows import ChatCache, ChatRows, ChatSpec
+from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
+from components.data.tokenizer import check_tokenizer, load_tokenizer
+from components.launch.orphan import LAUNCHER_PIPE
+
+
+def spec_of(config: JobConfig, path: str | None = None) -> DataSpec:
+    """The spec of a job's training data, or of data at another path. Raises ConfigError for an unknown dataset."""
+    spec = data_spec(config.training, config.model.hf_assets_path, path)
+    return ChatSpec(**vars(spec), chat=config.chat) if config.training.dataset_format == "chat" else spec
+
+
+def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    """(training sequences, validation sequences or None). Validation has separate data or a held-out part.
+
+    All ranks must call this function. Raises ConfigError in three cases:
+
+    - The tokenizer has more tokens than vocab_size, or lacks training.dataset_separator.
+    - There is not enough text.
+    - The files on the nodes differ.
+    """
+    import torch.distributed as dist  # whoever only tokenizes needs no torch
+
+    from parallelize.groups import gather
+
+    warnings = check_tokenizer(config)
+    if LAUNCHER_PIPE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has printed them
+        print(*(f"warning: {warning}" for warning in warnings), sep="\n", end="\n" * bool(warnings), file=sys.stderr)
+    built = _build(config, vocab_size)
+    if dist.is_initialized():
+        found = gather([(part.key, part.content) for part in built if part is not None])
+        if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:
+            where = config.training.dataset_path or config.training.dataset
+            reason = f"ranks {', '.join(map(str, others))} have found other data than rank 0"
+            raise ConfigError(f"training data {where}: {reason}: all nodes need the same files")
+    return built
+
+
+def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    training, validation = config.training, config.validation
+    if is_stream(training):
+        return _streamed(config, vocab_size)
+    cache = prepare(spec_of(config))
+    _check_vocabulary(config, cache.vocab_size, vocab_size)
+    if not validation.enable:
+        return packed(config, cache, training.seq_len), None
+    if validation.dataset_path:
+        return packed(config, cache, training.seq_len), _own_validation(config)
+    seq_len, held_out = validation.seq_len or training.seq_len, validation.held_out_fraction
+    return (
+        packed(config, cache, training.seq_len, "train", held_out),
+        packed(config, cache, seq_len, "validation", held_out),
+    )
+
+
+def packed(config: JobConfig, cache: TokenCache, *given: Any) -> PackedSequences:
+    """Sequences of a cache; given: seq_len, part and held_out_fraction of PackedSequences."""
+    return ChatRows(cache, config.chat, *given) if isinstance(cache, ChatCache) else PackedSequences(cache, *given)
+
+
+def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    from parallelize.together import together
+
+    # A dataset of the hub may change at any time, so all ranks read the commit that rank 0 has resolved.
+    spec = together(lambda: stream_spec(config), first_only=True)[0]
+    _check_vocabulary(config, spec.vocab_size, vocab_size)
+    first_of_node = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if first_of_node and spec.revision is None:  # another node may have other files in this folder
+        spec = replace(spec, content=stream_spec(config).content)
+    writer = start_writer(spec) if first_of_node else None
+    train_set = StreamedSequences(StreamCache(spec, writer), config.training.seq_len)
+    return train_set, _own_validation(config) if config.validation.enable else None
+
+
+def _own_validation(config: JobConfig) -> PackedSequences:
+    own = prepare(spec_of(config, config.validation.dataset_path))
+    return packed(config, own, config.validation.seq_len or config.training.seq_len)
+
+
+def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
+    tokenizer = config.model.hf_assets_path, config.training.dataset_separator
+    if found > most and (found := load_tokenizer(*tokenizer).rows) > most:
+        reason = f"{found} tokens, but {config.model.name} {config.model.flavor} has a table of {most}"
+        raise ConfigError(mistake(config, "model.hf_assets_path", reason))

@@ -1,0 +1,109 @@
+"""`python -m components.data show`: a row of chats as it will be trained, and what the rows hold."""
+
+import html
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from components.config import ConfigError, JobConfig, mistake
+from components.data.cache import prepare
+from components.data.datasets import packed, spec_of
+from components.data.loader import IGNORED, batch_of
+from components.data.rows import ChatRows
+from components.data.tokenizer import Tokenizer, load_tokenizer
+
+_TRAINED, _PLAIN, _DIM, _END = "\033[1;32m", "", "\033[2m", "\033[0m"
+_PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font: 15px/1.5 monospace; max-width: 60em; margin: 2em auto; white-space: pre-wrap }}
+b {{ background: #cdeccd }} hr {{ border: 0; border-top: 1px solid #bbb }}</style>
+<h1>{title}</h1><p>Trained tokens are marked.</p>{body}
+"""
+
+
+def rows_of(config: JobConfig) -> ChatRows:
+    """The training rows of a job. Raises ConfigError if it does not train on chats."""
+    if config.training.dataset_format != "chat":
+        raise ConfigError(mistake(config, "training.dataset_format", 'only rows of chats are shown; use "chat"'))
+    held_out = config.validation.enable and not config.validation.dataset_path
+    given = ("train", config.validation.held_out_fraction) if held_out else ()
+    found = packed(config, prepare(spec_of(config)), config.training.seq_len, *given)
+    assert isinstance(found, ChatRows)
+    return found
+
+
+def row_of(rows: ChatRows, number: int, tokenizer: Tokenizer) -> dict[str, list[Any]]:
+    """A row as lists: tokens, labels, positions, documents, and the text of each token."""
+    if not 0 <= number < len(rows):
+        raise ConfigError(f"--row {number}: there are rows from 0 to {len(rows) - 1}")
+    batch = batch_of(rows, np.asarray([number]), document_mask=True)
+    found = {name: batch[name][0].tolist() for name in ("tokens", "labels", "positions", "document_ids")}
+    found["documents"] = found.pop("document_ids")
+    return found | {"text": [tokenizer.decode([token]) for token in found["tokens"]]}
+
+
+def pieces(row: dict[str, list[Any]], tokenizer: Tokenizer) -> list[list[tuple[bool, str]]]:
+    """The chats of a row, each as runs of tokens: (whether the run is trained, its text)."""
+    found: list[list[tuple[bool, str]]] = []
+    labels = [IGNORED, *row["labels"]]
+    documents, positions = [*row["documents"], row["documents"][-1]], [*row["positions"], 0]
+    tokens = [*row["tokens"], row["labels"][-1]]
+    for document in dict.fromkeys(row["documents"]):
+        runs: list[tuple[bool, list[int]]] = []
+        for at, token in enumerate(tokens):
+            if documents[at] == document and positions[at] >= 0 and token != IGNORED:
+                trained = labels[at] != IGNORED
+                if not runs or runs[-1][0] != trained:
+                    runs.append((trained, []))
+                runs[-1][1].append(token)
+        if runs:
+            found.append([(trained, tokenizer.decode(ids)) for trained, ids in runs])
+    return found
+
+
+def statistics(rows: ChatRows) -> list[str]:
+    """Lines about all rows."""
+    tokens, space = rows.num_tokens, len(rows) * (rows.seq_len + 1)
+    lengths = np.sort(rows.lengths)
+    parts = ", ".join(f"{share:.0%} {int(lengths[int((len(lengths) - 1) * share)]):,}" for share in (0, 0.5, 0.9, 1))
+    lines = [
+        f"{len(lengths):,} sequences of chats in {len(rows):,} rows of {rows.seq_len:,} tokens; rows are "
+        f"{tokens / space:.1%} full",
+        f"{int(rows.labels.sum()):,} of {tokens:,} tokens are trained ({rows.labels.sum() / tokens:.1%})",
+        f"tokens of a sequence, shortest to longest: {parts}",
+        f"too long: {rows.too_long:,} (chat.too_long: {rows.chat.too_long}); left with no trained token: "
+        f"{rows.without_labels:,}",
+    ]
+    index = json.loads((rows.cache.folder / "index.json").read_text(encoding="utf-8"))
+    skipped = index["skipped_records"]
+    return [*lines, f"records: {index['records']:,}, skipped: {len(skipped):,}", *skipped[:5]]
+
+
+def show(config: JobConfig, number: int, as_json: bool, page: Path | None, stats: bool) -> None:
+    """Print a row, or write it as a page, or print what all rows hold."""
+    rows, tokenizer = rows_of(config), load_tokenizer(config.model.hf_assets_path)
+    if stats:
+        print(*statistics(rows), sep="\n")
+        return
+    row = row_of(rows, number, tokenizer)
+    if as_json:
+        print(json.dumps(row))
+        return
+    chats = pieces(row, tokenizer)
+    if page:
+        body = "<hr>".join(
+            "".join(f"<b>{html.escape(text)}</b>" if trained else html.escape(text) for trained, text in chat)
+            for chat in chats
+        )
+        page.write_text(_PAGE.format(title=f"row {number} of {len(rows):,}", body=body), encoding="utf-8")
+        print(f"written: {page}")
+        return
+    colours = (_DIM, _TRAINED) if sys.stdout.isatty() else ("", "")
+    for chat in chats:
+        if colours[0]:
+            print("".join(f"{colours[trained]}{text}{_END}" for trained, text in chat))
+        else:
+            print("".join(f"[[{text}]]" if trained else text for trained, text in chat))
+        print("-" * 40)
