@@ -13,7 +13,7 @@ from models.moe import MixtureConfig
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.schedules import SCHEDULES
-from tests.small import RECIPE, SMALL
+from tests.small import CHATS, RECIPE, SMALL
 
 Cell = tuple[tuple[str, str], ...]
 """(axis, value) for each axis, in the order of AXES."""
@@ -32,7 +32,7 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     "eps": {"1e-5": (), "1e-8": ("--optimizer.eps", "1e-8")},
     "length": {each: ("--training.seq_len", each) for each in ("32", "33", "7", "3", "2")},
     "validation_length": {"training's": (), **{each: ("--validation.seq_len", each) for each in ("40", "5")}},
-    "document_mask": {each: ("--training.document_mask", each) for each in ("false", "true")},
+    "document_mask": {"false": (), "true": ("--training.document_mask", "true")},
     "balance": {
         "none": (),
         "bias": ("--experts.bias_update_speed", "0.01"),
@@ -47,6 +47,7 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     "targets": {"all": (), **{name: ("--lora.target_modules", f'["{name}"]') for name in ("wo", "w2")}},
     "lora_rank": {"4": (), **{each: ("--lora.rank", each) for each in ("1", "3")}},
     "dropout": {"0": (), "0.25": ("--lora.dropout", "0.25")},
+    "data": {"text": (), "chats": CHATS},
     "spikes": {"trained": (), "skipped": ("--training.skip_spikes_sigma", "6", "--training.skip_spikes_window", "4")},
 }
 """Axis -> setting -> words of the command line, for settings that decide the run: one process has them too."""
@@ -100,7 +101,18 @@ _MULTIPLIED["micro_batches"] = ("4", "8")
 """Settings of main axes that `--all` multiplies; others are drawn with `--random`."""
 DRAWN = {
     *OF_THE_LAYOUT,
-    *("precision", "state_dtype", "eps", "validation_length", "targets", "lora_rank", "spikes", "stages", "resume"),
+    *(
+        "precision",
+        "state_dtype",
+        "eps",
+        "validation_length",
+        "targets",
+        "lora_rank",
+        "spikes",
+        "stages",
+        "resume",
+        "data",
+    ),
 }
 """Axes whose pairs with each other are in no cover: `--random` draws them."""
 _WITH_EXPERTS = [name for name, (_, flavors) in MODELS.items() if isinstance(flavors["debug"], MixtureConfig)]
@@ -169,6 +181,11 @@ class Layout:
     def shared_by(self) -> int:
         """Ranks that may share experts."""
         return self._data_parallel()[1] * int(self["tp"]) * int(self["cp"])
+
+    @property
+    def labels(self) -> tuple[int, ...]:
+        """Labels kept of each sequence; rows of chats have their own."""
+        return () if self["data"] == "chats" else LABELS
 
     @property
     def passes(self) -> int:
@@ -322,6 +339,12 @@ def layout(**given: str) -> Layout:
         idle += ("targets", "resume")  # its shared expert has no name in Hugging Face's files
     if values["model"] in _WITH_EXPERTS and ("targets" in idle or values["targets"] != "wo"):
         idle.append("dropout")  # refused
+    if values["data"] != "text":
+        idle.append("document_mask")  # chats are masked in any case
+        if values["validation_length"] == "5":
+            idle.append("validation_length")  # no chat is so short
+    if values["length"] not in ("32", "33"):
+        idle.append("data")
     if values["precision"] != "float32":
         idle.append("dynamics")  # numbers of single tensors, most of them errors of rounding
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))

@@ -28,7 +28,7 @@ from components.state.adapters import export_run
 from tests import composition
 from tests.figures import BARS, Observation, figures, worst
 from tests.harness import observe
-from tests.layouts import AXES, LABELS, MESH, MOST_RANKS, STEPS, Layout, any_layout, layout, main_layouts
+from tests.layouts import AXES, MESH, MOST_RANKS, STEPS, Layout, any_layout, layout, main_layouts
 from tests.limits import TimeLimit
 from tests.routing import Routing
 from tests.spread import spread
@@ -80,16 +80,21 @@ def bars_of(each: Layout) -> dict[str, float]:
 
 def rounding(each: Layout) -> dict[str, float]:
     """How far one process in bfloat16 is from one in float32 with the same routing; 0 for what has to be equal."""
-    rounded = one_process(each.run())
+    rounded = one_process(each)
     exact = layout(**dict(each.cell) | {"precision": "float32"}).run()
     routing = replace(rounded.routing, within=0.5) if rounded.routing.known else None
-    found = figures(rounded, observe(*exact, steps=STEPS, valid_labels=LABELS, routing=routing))
+    found = figures(rounded, observe(*exact, steps=STEPS, valid_labels=each.labels, routing=routing))
     return {name: value if BARS[name] else 0.0 for name, value in found.items()}
 
 
+def one_process(each: Layout) -> Observation:
+    """The run of one process, which layouts of the same run share."""
+    return _one_process(each.run(), each.labels)
+
+
 @functools.cache
-def one_process(run: tuple[str, ...]) -> Observation:
-    return observe(*run, steps=STEPS, valid_labels=LABELS)
+def _one_process(run: tuple[str, ...], labels: tuple[int, ...]) -> Observation:
+    return observe(*run, steps=STEPS, valid_labels=labels)
 
 
 def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
@@ -107,7 +112,7 @@ def measure(layouts: Iterable[Layout]) -> Iterator[Result]:
     for each in accepted:
         try:
             result = _compare(each, None)
-            routing = replace(one_process(each.run()).routing, within=1e-3 if bars_of(each) is BARS else 0.5)
+            routing = replace(one_process(each).routing, within=1e-3 if bars_of(each) is BARS else 0.5)
             yield _compare(each, routing) if result.broken and routing.known else result
         except (RuntimeError, TimeLimit) as error:
             yield Result(each, "", str(error), {}, 0.0)
@@ -118,8 +123,8 @@ def _compare(each: Layout, routing: Routing | None) -> Result:
 
     A layout that resumes takes its first step, and another layout the rest from its checkpoint, with an export.
     """
-    reference = one_process(each.run())
-    options: dict[str, Any] = {"valid_labels": LABELS, "routing": routing}
+    reference = one_process(each)
+    options: dict[str, Any] = {"valid_labels": each.labels, "routing": routing}
     if not each.resumes:
         observed = observe(*each.overrides(), ranks=each.ranks, steps=STEPS, **options)
         found = figures(observed, reference)
@@ -131,17 +136,17 @@ def _compare(each: Layout, routing: Routing | None) -> Result:
             rest = observe(*words, ranks=ranks, steps=STEPS - 1, folder=folder, at_end=export, **options)
         observed = first.then(rest)
         found = figures(observed, reference)
-        found["weights"] = max(found["weights"], worst(rest.extra, _exported(each.run())))
+        found["weights"] = max(found["weights"], worst(rest.extra, _exported(each.run(), each.labels)))
     flips = observed.routing.flips if routing else 0
     return Result(each, "", "", found, observed.seconds, flips)
 
 
 @functools.cache
-def _exported(run: tuple[str, ...]) -> dict[str, Tensor]:
+def _exported(run: tuple[str, ...], labels: tuple[int, ...]) -> dict[str, Tensor]:
     """Tensors of the export of one process."""
     with tempfile.TemporaryDirectory() as folder:
         export = functools.partial(_exported_from, folder=Path(folder))
-        return observe(*run, steps=STEPS, valid_labels=LABELS, folder=folder, at_end=export).extra
+        return observe(*run, steps=STEPS, valid_labels=labels, folder=folder, at_end=export).extra
 
 
 def _exported_from(run: train.Run, folder: Path) -> dict[str, Tensor]:

@@ -294,6 +294,25 @@ CONTRADICTIONS = [
         "--lora.rank 4 --checkpoint.initial_load_path x --checkpoint.no_initial_load_model_only",
         "checkpoint.initial_load_model_only",
     ),
+    ("--training.dataset_format chat --training.dataset_path x --chat.template_kwargs [1]", "chat.template_kwargs"),
+    ("--training.dataset_format chat", "training.dataset_format"),
+    *(
+        (f"--training.dataset_format chat --training.dataset_path x --training.{key} {value}", f"training.{key}")
+        for key, value in {"dataset_text_field": "body", "dataset_separator": "none", "document_mask": "false"}.items()
+    ),
+    *(
+        (f"--chat.{key} {value}", f"chat.{key}")
+        for key, value in {
+            "template": "x.jinja",
+            "template_kwargs": "{}",
+            "messages_field": "talk",
+            "roles_to_train": "['user']",
+            "message_field_training": "weight",
+            "history": "last_turn",
+            "too_long": "skip",
+            "packing": "none",
+        }.items()
+    ),
     ("--checkpoint.folder ../elsewhere", "checkpoint.folder"),
     ("--metrics.save_tb_folder ../elsewhere", "metrics.save_tb_folder"),
     ("--profiling.save_traces_folder ../elsewhere", "profiling.save_traces_folder"),

@@ -105,6 +105,27 @@ def _clauses() -> Path:
     return _prepared("clauses.jsonl", "".join(json.dumps({"text": clause}) + "\n" for clause in clauses))
 
 
+def _chats() -> Path:
+    """Chats of one to three turns, of some words each: few fill a row."""
+    words = re.findall(r"\w+", (ROOT / "assets" / "kjv" / "01-genesis.txt").read_text(encoding="utf-8"))[:6000]
+    chats, at = list[str](), 0
+    for number in range(900):
+        messages = []
+        for turn in range(1 + number % 3):
+            asked, said = words[at : at + 1], words[at + 1 : at + 2 + (number + turn) % 5]
+            messages += [{"role": "user", "content": asked[0]}, {"role": "assistant", "content": " ".join(said)}]
+            at = (at + 1 + len(said)) % 5000
+        chats.append(json.dumps({"messages": messages}) + "\n")
+    return _prepared("chats.jsonl", "".join(chats))
+
+
+CHATS = (
+    *("--training.dataset_format", "chat", "--training.dataset_path", str(_chats())),
+    *("--chat.template", "assets/templates/llama3.jinja", "--chat.too_long", "truncate_end"),
+)
+"""Rows of chats instead of text."""
+
+
 def _tokenizer() -> Path:
     """The first merges of ours, and 256 special tokens: logits of a large vocabulary take most of a step's time."""
     ranks = (ROOT / "assets" / "tokenizer" / "tokenizer.model").read_text().splitlines(keepends=True)

@@ -143,11 +143,12 @@ def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -
 
 
 PATHS = sorted(key for key, annotation in FIELDS.items() if load._is_path(annotation))
-ADAPTED = ["--lora.rank", "4"]  # lora.initial_load_path needs adapters
+NEEDED = ["--lora.rank", "4", "--training.dataset_format", "chat", "--training.dataset_path", "x"]
+"""What some paths need: adapters, or chats."""
 
 
 def test_every_key_of_a_path_is_known_as_one() -> None:
-    ends = ("path", "folder", "file", "csv", "cache")
+    ends = ("path", "folder", "file", "csv", "cache", "chat.template")
     named = {key for key in FIELDS if key.endswith(ends)}
     inside = {"checkpoint.folder", "metrics.save_tb_folder"}
     inside |= {f"profiling.save_{what}_folder" for what in ("traces", "memory_snapshot")}
@@ -159,7 +160,7 @@ def test_a_path_is_one_of_this_machine(key: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").write_text("")
     table, _, name = key.rpartition(".")
-    config: Any = load_config([f"--{key}", "~/x", *ADAPTED])
+    config: Any = load_config([*NEEDED, f"--{key}", "~/x"])
     assert functools.reduce(getattr, [*table.split("."), name], config) == f"{tmp_path}/x"
     for path, reason in {
         "s3://bucket/x": "a URL; expected a path of this machine",
@@ -183,7 +184,7 @@ def test_paths_of_run_json_are_absolute(tmp_path: Path, monkeypatch: pytest.Monk
     """The tokenizer's may start at the repository, the cache's always does."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own").mkdir()
-    config = load_config([word for key in PATHS for word in (f"--{key}", "own") if key != "job.config_file"] + ADAPTED)
+    config = load_config(NEEDED + [word for key in PATHS for word in (f"--{key}", "own") if key != "job.config_file"])
     tables = absolute_tables(config)
     found = {key: functools.reduce(dict.__getitem__, key.split("."), tables) for key in PATHS}
     right = dict.fromkeys(PATHS, str(tmp_path / "own"))

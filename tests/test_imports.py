@@ -23,7 +23,13 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "components.optim": ("components.config", "models.parameters", "models.random_bits", *LAYOUT),
     "components.data": ("components.config", "components.launch", *LAYOUT),
     "components.state": (
-        *("components.config", "components.launch", "components.data.tokenizer", "components.optim.counter_hash"),
+        *(
+            "components.config",
+            "components.launch",
+            "components.data.tokenizer",
+            "components.data.chats",
+            "components.optim.counter_hash",
+        ),
         *("models.hugging_face", "models.nf4", "models.parameters", "models.random_bits", *LAYOUT),
     ),
     "components.state.adapters": ("components", "models", *LAYOUT),

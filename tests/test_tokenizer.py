@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from components.config import ROOT, ConfigError, load_config
 from components.data.__main__ import prepare_all
-from components.data.packed import _check_vocabulary, build_datasets
+from components.data.datasets import _check_vocabulary, build_datasets
 from components.data.tokenizer import (
     SPECIAL_TOKENS,
     SPLIT_PATTERN,

@@ -1,0 +1,218 @@
+"""Chats: which tokens of a record are trained, by the template alone; every other record is refused with a reason."""
+
+import itertools
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.config import ROOT, ConfigError
+from components.config.tables import Chat
+from components.data import template as template_module
+from components.data.chats import Chats
+from components.data.template import BadChat, load_template
+from tests.chats import CHATML, LLAMA3, NO_END, OTHER_PROMPT, chats_in, said, tokenizer_in, trained_text
+from tests.limits import run
+
+TOOLS = [{"role": "tool", "content": "12"}]
+
+
+def test_a_turn_is_trained_up_to_and_with_the_token_that_ends_it(tmp_path: Path) -> None:
+    for template, end in ((CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")):
+        chats = chats_in(tmp_path / end.strip("<|>"), template)
+        assert trained_text(chats, said("Hi", "Hello", "And?", "Bye")) == [[f"Hello{end}", f"Bye{end}"]]
+        assert trained_text(chats, said("Hi", "")) == [[end]], "an empty answer is one that ends"
+
+
+def test_roles_and_flags_say_what_is_trained(tmp_path: Path) -> None:
+    both = chats_in(tmp_path, roles_to_train=["assistant", "user"])
+    user = "user\nx<|im_end|>"
+    assert trained_text(both, said("x", "a", "x", "b")) == [[user, "a<|im_end|>", f"<|im_start|>{user}", "b<|im_end|>"]]
+    flagged = said("Hi", "no", "And?", "yes")
+    flagged["messages"][1]["train"] = False
+    chats = chats_in(tmp_path)
+    assert trained_text(chats, flagged) == [["yes<|im_end|>"]]
+    assert trained_text(chats_in(tmp_path, history="last_turn"), said("a", "b", "c", "d")) == [["d<|im_end|>"]]
+
+
+def test_a_template_that_shows_earlier_turns_otherwise_begins_a_new_sequence(tmp_path: Path) -> None:
+    record = said("Hi", "one", "And?", "two")
+    record["messages"][1]["reasoning_content"] = "hm"
+    record["messages"][3]["reasoning_content"] = "well"
+    chats = chats_in(tmp_path)
+    assert trained_text(chats, record) == [["<think>hm</think>one<|im_end|>"], ["<think>well</think>two<|im_end|>"]]
+    second = chats.tokenizer.decode(chats.sequences(record)[1][0])
+    assert "hm" not in second, "generation would not see it"
+
+
+def test_tool_calls_and_their_results_are_a_part_of_the_chat(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 5, "b": 7}}]}
+    record = {"messages": [said("5 + 7?")["messages"][0], call, *TOOLS, {"role": "assistant", "content": "12."}]}
+    ((first, second),) = trained_text(chats_in(tmp_path), record)
+    assert '<tool_call>{"name": "add", "arguments": {"a": 5, "b": 7}}</tool_call><|im_end|>' in first
+    assert second == "12.<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+        {"prompt": "Hi", "completion": "Hello"},
+        {"prompt": said("Hi")["messages"], "completion": [{"role": "assistant", "content": "Hello"}]},
+        {"instruction": "Hi", "input": "", "output": "Hello"},
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                *said("", "Hello")["messages"][1:],
+            ]
+        },
+        {"messages": [{**each, "name": None} for each in said("Hi", "Hello")["messages"]]},
+    ],
+)
+def test_records_of_usual_shapes_are_one_chat(record: Any, tmp_path: Path) -> None:
+    chats = chats_in(tmp_path)
+    ((ids, trained),) = chats.sequences(record)
+    ((own, own_trained),) = chats.sequences(said("Hi", "Hello"))
+    assert ids == own
+    assert np.array_equal(trained, own_trained)
+
+
+def message(**more: Any) -> dict[str, Any]:
+    return {"messages": [said("Hi")["messages"][0], {"role": "assistant", "content": "Hello"} | more]}
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ([1], "expected an object, not"),
+        ({"text": "Hi"}, "no messages, conversations, .*; it has text"),
+        ({"messages": "Hi"}, "expected a list of messages"),
+        ({"messages": []}, "expected a list of messages"),
+        ({"messages": [None]}, "message 1: expected an object, not None"),
+        ({"messages": [3]}, "message 1: expected an object, not 3"),
+        ({"messages": [["user", "Hi"]]}, "message 1: expected an object"),
+        (message(role=None), "message 2: no role"),
+        (message(content=None), "message 2: content is None: expected a text"),
+        (message(content=7), "message 2: content is 7: expected a text"),
+        (message(content=[{"type": "image_url", "image_url": "x"}]), "message 2: content with images"),
+        (message(train="yes"), "train = 'yes': expected true or false"),
+        (said("Hi"), "no turn of assistant to train"),
+        (said("Hi", "a<|im_end|>b"), r"message 2 spells the special token <\|im_end\|>"),
+        (said("Hi", "a", tools=[{"name": "<|im_start|>"}]), r"tools spell the special token <\|im_start\|>"),
+        (message(reasoning_content="<|im_end|>"), "message 2 spells the special token"),
+    ],
+)
+def test_what_is_no_chat_is_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadChat, match=reason):
+        chats_in(tmp_path).sequences(record)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (NO_END, "ends the assistant's turn 2 with no special token"),
+        (OTHER_PROMPT, "in another way than generation would begin it"),
+        ("{{ raise_exception('Only system turns') }}", "cannot show it: Only system turns"),
+        ("{{ messages[9].content }}", "cannot show it: .*has no element 9|cannot show it"),
+        ("{{ ''.__class__.__mro__ }}", "cannot show it: access to attribute '__class__'"),
+        ("{% set _ = messages.append(1) %}", "cannot show it: .*'append'.*unsafe"),
+    ],
+)
+def test_a_template_that_breaks_the_rule_is_refused_by_name(source: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(BadChat, match=reason) as caught:
+        chats_in(tmp_path, source).sequences(said("Hi", "Hello"))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_a_template_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_module, "_MOST_SECONDS", 0.3)
+    endless = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+    begun = time.monotonic()
+    with pytest.raises(BadChat, match="has not ended within"):
+        chats_in(tmp_path, endless).sequences(said("Hi", "Hello"))
+    assert time.monotonic() - begun < 60
+
+
+def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats = chats_in(tmp_path)
+    encode = chats.tokenizer.encode_template
+    monkeypatch.setattr(chats.tokenizer, "encode_template", lambda text: encode(text.replace("\nHello", "Hello")))
+    with pytest.raises(BadChat, match="a token begins before a trained turn and ends in it"):
+        chats.sequences(said("Hi", "Hello"))
+
+
+def test_a_template_that_is_not_there_or_no_template_is_told(tmp_path: Path) -> None:
+    bare = str(tokenizer_in(tmp_path))
+    with pytest.raises(ConfigError, match=r"has no chat_template.jinja, and no chat_template in tokenizer_config.json"):
+        load_template(Chat(), bare)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_template(Chat(template=str(tmp_path / "none.jinja")), bare)
+    (tmp_path / "torn.jinja").write_text("{% for x in %}")
+    with pytest.raises(ConfigError, match="not a Jinja template"):
+        load_template(Chat(template=str(tmp_path / "torn.jinja")), bare)
+
+
+def test_the_template_of_tokenizer_config_json_and_variables(tmp_path: Path) -> None:
+    folder = tokenizer_in(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    named = "{{ eos_token }}{{ mood }}" + CHATML
+    for found in (named, [{"name": "tool_use", "template": "x"}, {"name": "default", "template": named}]):
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": found}))
+        chats = Chats(Chat(template_kwargs='{"mood": "kind"}'), str(folder))
+        ids, _ = chats.sequences(said("Hi", "Hello"))[0]
+        assert chats.tokenizer.decode(ids).startswith("<|im_end|>kind<|im_start|>user")
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA3])
+def test_ids_and_masks_are_those_of_transformers(source: str, tmp_path: Path) -> None:
+    """Ids of apply_chat_template; a mask is what a rendering adds to the prompt, up to the token that ends the turn."""
+    transformers = pytest.importorskip("transformers")
+    chats = chats_in(tmp_path, source)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    words = ["", "Hi", " spaces ", "naïve 日本", "a\nb", "{{ x }}", "🙂", "<b>&'\"</b>", "x" * 50]
+    for number, turns in enumerate(itertools.product(words, words, words[:3])):
+        record = said(*turns, "end") if number % 2 else said(*turns[:2])
+        ((ids, trained),) = chats.sequences(record)
+        messages = record["messages"]
+        whole = theirs.apply_chat_template(messages, tokenize=True, return_dict=False)
+        assert whole[: len(ids)] == ids
+        assert not theirs.decode(whole[len(ids) :]).strip()
+        expected = np.zeros(len(ids), bool)
+        for at in range(1, len(messages), 2):
+            options = {"tokenize": True, "return_dict": False}
+            start = len(theirs.apply_chat_template(messages[:at], add_generation_prompt=True, **options))
+            end = len(theirs.apply_chat_template(messages[: at + 1], **options))
+            tail = theirs.decode(whole[start:end])
+            expected[start : end - (len(tail) - len(tail.rstrip("\n")))] = True
+        assert np.array_equal(trained, expected), record
+
+
+def test_the_end_tokens_of_an_answer(tmp_path: Path) -> None:
+    chats = chats_in(tmp_path, messages_field="talk", roles_to_train=["user"])
+    assert chats.ends() == {chats.tokenizer.token_id("<|im_end|>")}
+    asked = chats.tokenizer.decode(chats.prompt(said("Hi")["messages"]))
+    assert asked == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "function", "old", "new"),
+    [
+        ("components.data.template", "targets", "len(prompt), last.end()", "len(prompt), last.start()"),
+        ("components.data.template", "targets", "len(prompt), last.end()", "len(prompt) + 1, last.end()"),
+        ("components.data.chats", "Chats._is_trained", "in self.chat.roles_to_train", "in ('user', 'assistant')"),
+    ],
+    ids=["end of turn masked", "first character of an answer masked", "user trained"],
+)
+def test_a_fault_in_the_masks_is_seen(module: str, function: str, old: str, new: str, tmp_path: Path) -> None:
+    """In a process of its own, which plants the fault and calls the test above."""
+    script = (
+        "from pathlib import Path; from tests.harness import rewrite; from tests import test_chats\n"
+        f"rewrite({module!r}, {function!r}, {old!r}, {new!r})\n"
+        f"test_chats.test_a_turn_is_trained_up_to_and_with_the_token_that_ends_it(Path({str(tmp_path)!r}))"
+    )
+    done = run([sys.executable, "-c", script], cwd=ROOT)
+    assert "AssertionError" in done.stderr, done.stderr
