@@ -152,6 +152,13 @@ def test_the_key_depends_on_all_that_changes_tokens(tmp_path: Path) -> None:
     assert rows_in(tmp_path, RECORDS, 128).key != rows_in(tmp_path, RECORDS, 128, "--chat.packing", "none").key
 
 
+def test_a_cache_whose_file_was_cut_is_refused(tmp_path: Path) -> None:
+    file = rows_in(tmp_path, RECORDS, 128).cache.folder / "trained.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"trained.bin: \d+ bytes, not \d+: remove"):
+        rows_in(tmp_path, RECORDS, 128)
+
+
 def test_batches_have_the_same_chats_with_workers_and_the_divisor_needs_no_batch(tmp_path: Path) -> None:
     rows = rows_in(tmp_path, RECORDS, 64, "--chat.too_long", "skip")
     order = GlobalOrder(rows, 3, 4, 4)
@@ -257,7 +264,7 @@ def test_the_model_of_a_run_on_chats_knows_of_padding() -> None:
     assert not observe(*LONGER, steps=1, at_end=has_padded_rows).extra
 
 
-def test_labels_are_counted_without_the_first_token_of_each_part() -> None:
+def test_labels_of_parts_are_counted() -> None:
     drawn = np.random.default_rng(0)
     trained = drawn.random(1000) < 0.4
     ends = [*np.unique(drawn.integers(1, 1000, 60)).tolist(), 1000]
@@ -265,4 +272,4 @@ def test_labels_are_counted_without_the_first_token_of_each_part() -> None:
     lengths = np.minimum(np.array(ends) - starts, 20)
     for chosen in (np.arange(len(starts)), np.arange(0, len(starts), 3), np.array([len(starts) - 1])):
         found = _count(trained, starts[chosen], lengths[chosen])
-        assert found.tolist() == [trained[starts[at] + 1 : starts[at] + lengths[at]].sum() for at in chosen]
+        assert found.tolist() == [trained[starts[at] : starts[at] + lengths[at]].sum() for at in chosen]

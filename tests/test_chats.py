@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 import time
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,23 @@ def test_the_template_of_tokenizer_config_json_and_variables(tmp_path: Path) -> 
         chats = Chats(Chat(template_kwargs='{"mood": "kind"}'), str(folder))
         ids, _ = chats.sequences(said("Hi", "Hello"))[0]
         assert chats.tokenizer.decode(ids).startswith("<|im_end|>kind<|im_start|>user")
+
+
+def test_a_template_that_shows_the_day_has_another_key_each_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dated = chats_in(tmp_path / "dated", "{{ strftime_now('%d %b') }}" + CHATML).template
+    plain = chats_in(tmp_path / "plain").template
+    today = dated.fingerprint(), plain.fingerprint()
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return datetime.now(tz) + timedelta(days=1)
+
+    monkeypatch.setattr(template_module, "datetime", Tomorrow)
+    assert dated.fingerprint() != today[0]
+    assert plain.fingerprint() == today[1]
 
 
 @pytest.mark.parametrize("source", [CHATML, LLAMA3])

@@ -229,9 +229,8 @@ class ChatRows(PackedSequences):
         return np.where(places < 0, 0, self.cache.tokens[places]).astype(np.int64), documents[:, :-1]
 
     def trained(self, indices: np.ndarray) -> np.ndarray:
-        places, documents = self._laid_out(indices)
-        begins = np.diff(documents, axis=1, prepend=-1) != 0  # no other chat's end predicts the first token of one
-        return (places >= 0) & self.cache.trained[places] & ~begins
+        places = self._laid_out(indices)[0]
+        return (places >= 0) & self.cache.trained[places]
 
     def padding(self, indices: np.ndarray) -> np.ndarray:
         return self._laid_out(indices)[0][:, :-1] < 0
@@ -255,12 +254,10 @@ class ChatRows(PackedSequences):
 
 
 def _count(trained: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Trained tokens of each of these parts, without the first token, which nothing predicts. Reads the file once."""
-    edges = np.stack([starts + 1, starts + lengths], axis=1).ravel()
+    """Trained tokens of each of these parts; reads the file once. The first token of a sequence is never trained."""
+    edges = np.stack([starts, starts + lengths], axis=1).ravel()
     inside = edges[edges < len(trained)]  # the last part may end with the file
-    sums = np.zeros(len(edges), dtype=np.int64)
-    sums[: len(inside)] = np.add.reduceat(trained, inside, dtype=np.int64) if len(inside) else 0
-    return np.where(lengths > 1, sums[::2], 0)
+    return np.add.reduceat(trained, inside, dtype=np.int64)[::2]
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[list[int]]:
