@@ -110,6 +110,11 @@ def test_bad_records_are_told_with_their_place_or_counted(tmp_path: Path) -> Non
     assert len(rows.lengths) == 4
     skipped = json.loads((rows.cache.folder / "index.json").read_text())["skipped_records"]
     assert [reason.split(": ")[0].rpartition(":")[2] for reason in skipped] == ["4", "5"]
+    deep = said("a", "b", tools=[])
+    for _ in range(900):
+        deep["tools"] = [deep["tools"]]
+    with pytest.raises(ConfigError, match=r"chats.jsonl:2: nested deeper than 100"):
+        rows_in(tmp_path, [RECORDS[0], deep], 128)
     (tmp_path / "torn").mkdir()
     path = save(tmp_path / "torn", RECORDS[:2])
     path.write_text(path.read_text()[:-9] + "\n")

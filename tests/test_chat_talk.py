@@ -32,7 +32,7 @@ def test_each_turn_sees_all_earlier_ones(tmp_path: Path, monkeypatch: pytest.Mon
     assert found == [("Hi", "answer"), ("And?", "answer")]
     first = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert asked == [first, first + "answer<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"]
-    with pytest.raises(ConfigError, match="spells the special token"):
+    with pytest.raises(ConfigError, match="message 1: spells the special token"):
         [*generate.answers(model, chats, "", ["<|im_end|>"])]
     with pytest.raises(ConfigError, match="ends the assistant's turn 2 with no special token"):
         [*generate.answers(model, chats_in(tmp_path / "other", NO_END), "", ["Hi"])]

@@ -102,9 +102,11 @@ def message(**more: Any) -> dict[str, Any]:
         (message(content=[{"type": "image_url", "image_url": "x"}]), "message 2: content with images"),
         (message(train="yes"), "train = 'yes': expected true or false"),
         (said("Hi"), "no turn of assistant to train"),
-        (said("Hi", "a<|im_end|>b"), r"message 2 spells the special token <\|im_end\|>"),
-        (said("Hi", "a", tools=[{"name": "<|im_start|>"}]), r"tools spell the special token <\|im_start\|>"),
-        (message(reasoning_content="<|im_end|>"), "message 2 spells the special token"),
+        (said("Hi", "a<|im_end|>b"), r"message 2: spells the special token <\|im_end\|>"),
+        (said("Hi", "a", tools=[{"name": "<|im_start|>"}]), r"tools: spells the special token <\|im_start\|>"),
+        (message(reasoning_content="<|im_end|>"), "message 2: spells the special token"),
+        (message(role="<|im_start|>"), "message 2: spells the special token"),
+        (said("Hi", "a\ud800"), "message 2: not Unicode"),
     ],
 )
 def test_what_is_no_chat_is_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
@@ -120,6 +122,7 @@ def test_what_is_no_chat_is_refused_with_a_reason(record: Any, reason: str, tmp_
         ("{{ raise_exception('Only system turns') }}", "cannot show it: Only system turns"),
         ("{{ messages[9].content }}", "cannot show it: .*has no element 9|cannot show it"),
         ("{{ ''.__class__.__mro__ }}", "cannot show it: access to attribute '__class__'"),
+        ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "cannot show it: maximum recursion depth"),
         ("{% set _ = messages.append(1) %}", "cannot show it: .*'append'.*unsafe"),
     ],
 )

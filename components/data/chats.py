@@ -17,6 +17,8 @@ import numpy as np
 from components.config import ConfigError
 from components.config.keys import short
 from components.config.tables import Chat
+from components.data.sources import SURROGATE
+from components.data.special_tokens import CHAT_TEMPLATE
 from components.data.template import BadChat, Template, load_template, targets
 from components.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -107,20 +109,22 @@ class Chats:
 
     def _refuse_special(self, messages: Sequence[dict[str, Any]], tools: Any) -> None:
         """Special tokens come from the template alone: else a text could begin a turn of the system."""
-        for number, message in enumerate(messages, 1):
-            for text in _texts([value for key, value in message.items() if key != "role"]):
+        for name, value in [
+            *((f"message {number}", each) for number, each in enumerate(messages, 1)),
+            ("tools", tools),
+        ]:
+            for text in _texts(value):
                 if spelt := self._special.search(text):
-                    raise BadChat(f"message {number} spells the special token {spelt[0]}")
-        for text in _texts(tools):
-            if spelt := self._special.search(text):
-                raise BadChat(f"tools spell the special token {spelt[0]}")
+                    raise BadChat(f"{name}: spells the special token {spelt[0]}")
+                if SURROGATE.search(text):
+                    raise BadChat(f"{name}: not Unicode: half of a surrogate pair")
 
 
 def _texts(value: Any) -> list[str]:
-    """Every text in a JSON value."""
+    """Every text in a JSON value, names of fields included."""
     if isinstance(value, str):
         return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for each in values for text in _texts(each)]
 
 
@@ -171,7 +175,7 @@ def _message(given: Any, number: int) -> dict[str, Any]:
 def export_template(chat: Chat, tokenizer_path: str, folder: Path) -> dict[str, list[int]]:
     """Writes chat_template.jinja beside an exported tokenizer; returns eos_token_id for generation_config.json."""
     chats = Chats(chat, tokenizer_path)
-    (folder / "chat_template.jinja").write_text(chats.template.source, encoding="utf-8")
+    (folder / CHAT_TEMPLATE).write_text(chats.template.source, encoding="utf-8")
     try:
         return {"eos_token_id": sorted(chats.ends())}
     except BadChat:  # a template for other chats than a user's question and an answer

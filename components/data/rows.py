@@ -34,6 +34,8 @@ from components.data.tokenizer import fingerprint
 
 _FORMAT = "chat 1"
 """Part of the key; change it with the rendering of chats or the storage of rows."""
+_DEEPEST = 100
+"""Lists and objects in each other."""
 _BATCH = 64
 """Records of one task of a worker."""
 
@@ -110,7 +112,7 @@ class ChatSpec(DataSpec):
         )
         waiting: list[Future[list[tuple[str, Any]]]] = []
         with pool:
-            records = (each for file in files for each in RECORDS[ending(file)](file))
+            records = (each for file in files for each in _shallow(RECORDS[ending(file)](file)))
             while batch := [*islice(records, _BATCH)]:
                 waiting.append(pool.submit(_work, batch))
                 if len(waiting) > 4 * workers:
@@ -133,6 +135,18 @@ def _start_worker(chat: Chat, tokenizer_path: str) -> None:
 
 def _work(batch: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(place, _sequences(_worker["chats"], place, record)) for place, record in batch]
+
+
+def _shallow(records: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """The records, with a BadRecord for one whose nesting no process could send to another."""
+    for place, record in records:
+        level, depth = [record], 0
+        while level and depth < _DEEPEST:
+            nested = (
+                each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)
+            )
+            level, depth = [child for children in nested for child in children], depth + 1
+        yield place, BadRecord(f"{place}: nested deeper than {_DEEPEST}") if level else record
 
 
 def _sequences(chats: Chats, place: str, record: Any) -> Any:

@@ -18,7 +18,7 @@ REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""
 HUB = {"c4": "allenai/c4:en"}
 """Short names of datasets of the Hugging Face hub."""
-_SURROGATE = re.compile("[\ud800-\udfff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 20
 """Characters of a text file that are read at once."""
 _LONGEST_LINE = 1 << 30
@@ -234,7 +234,7 @@ def _read_jsonl(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
         text = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(text, str):
             yield BadRecord(f'{place}: no text in field "{text_field}" (training.dataset_text_field)')
-        elif _SURROGATE.search(text):
+        elif SURROGATE.search(text):
             yield BadRecord(f"{place}: not Unicode: half of a surrogate pair")
         else:
             yield text

@@ -9,6 +9,8 @@ from components.config.files import read_json_as
 AUTO, NONE = "auto", "none"
 """Values of training.dataset_separator that are no tokens."""
 SETTINGS = "tokenizer_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+"""The chat template of a tokenizer's folder."""
 NAMING = (SETTINGS, "special_tokens_map.json", "config.json", "generation_config.json")
 """Files beside a tokenizer.json that name its tokens; the last two by id."""
 

@@ -18,12 +18,16 @@ from typing import Any, NamedTuple
 from components.config import ConfigError, here_or_in_repository
 from components.config.files import read_json, read_regular
 from components.config.tables import OF_TOKENIZER, Chat
-from components.data.special_tokens import SETTINGS
+from components.data.special_tokens import CHAT_TEMPLATE, SETTINGS
 from components.data.tokenizer import find_tokenizer
 
 _MAPS = ("special_tokens_map.json", SETTINGS)
 _MOST_SECONDS = 10.0
 """Time for one rendering, which takes a millisecond; nested loops of a template could take days."""
+
+
+_ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
+"""Errors of Python that a template can raise."""
 
 
 class BadChat(Exception):
@@ -63,7 +67,7 @@ class Template:
         try:
             with _in_time():
                 return self._compiled.render(**given)
-        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, *_ERRORS) as error:
             raise BadChat(f"the template {self.name} cannot show it: {' '.join(str(error).split())}") from None
 
     def fingerprint(self) -> str:
@@ -100,7 +104,7 @@ def load_template(chat: Chat, tokenizer_path: str) -> Template:
 
 
 def _of_folder(tokenizer: Path) -> str:
-    if (file := tokenizer.with_name("chat_template.jinja")).is_file():
+    if (file := tokenizer.with_name(CHAT_TEMPLATE)).is_file():
         return read_regular(file).decode()
     settings = tokenizer.with_name(SETTINGS)
     found = read_json(settings).get("chat_template") if settings.is_file() else None

@@ -20,7 +20,16 @@ from components.config.bounds import path_argument
 from components.config.files import inside, read_json, refuse_pointer, write_json
 from components.config.keys import short
 from components.data.sources import ending, find_files, unread, walk
-from components.data.special_tokens import AUTO, NAMING, NONE, SETTINGS, SpecialToken, around_documents, in_settings
+from components.data.special_tokens import (
+    AUTO,
+    CHAT_TEMPLATE,
+    NAMING,
+    NONE,
+    SETTINGS,
+    SpecialToken,
+    around_documents,
+    in_settings,
+)
 from components.launch.exit_codes import ExitCode
 
 # From Llama 3's tokenizer.py: the split of text before bytes are merged, and 256 special tokens, whose ids follow the
@@ -204,7 +213,7 @@ def find_tokenizer(path: str) -> Path:
         candidates = [found / "tokenizer.model", *sorted(found.glob("*.tiktoken")), found / "tokenizer.json"]
         candidates.sort(key=is_sentencepiece)
         folder, found = found, next((candidate for candidate in candidates if candidate.exists()), found)
-        for file in (found, *(folder / name for name in NAMING)):
+        for file in (found, *(folder / name for name in (*NAMING, CHAT_TEMPLATE))):
             if not inside(folder, file):
                 raise ConfigError(
                     f"model.hf_assets_path: {file} leads out of its folder: give the path that it leads to"
@@ -331,7 +340,7 @@ def export_tokenizer(path: str, folder: Path, separator: str = AUTO) -> dict[str
         write_json(folder / SETTINGS, settings)
     else:
         shutil.copyfile(file, folder / "tokenizer.json")
-        for name in (SETTINGS, "special_tokens_map.json", "chat_template.jinja"):
+        for name in (SETTINGS, "special_tokens_map.json", CHAT_TEMPLATE):
             if (source := file.with_name(name)).exists():
                 shutil.copyfile(source, folder / name)
         if named != [each.token for each in _around(file, AUTO)]:
