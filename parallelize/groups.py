@@ -5,7 +5,7 @@ import functools
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,6 @@ from torch import Tensor
 
 from components.config.environment import set_default
 from parallelize.mesh import Mesh
-
-T = TypeVar("T")
 
 SHARED_GPU = {
     "NCCL_NET": "Socket",

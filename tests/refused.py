@@ -1,4 +1,4 @@
-"""What is refused: one or more cases of each rule, for tests/test_rules.py and docs/refusals.md."""
+"""Cases of each rule that refuses a job, for tests/test_rules.py and docs/refusals.md."""
 
 import dataclasses
 from typing import Any

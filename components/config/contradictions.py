@@ -15,6 +15,7 @@ from components.config.tables import Chat, JobConfig
 EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
 _FLOAT8 = "quantize.linear.float8"
+_NOT_LOADED = "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
 _NO_FLOAT8 = f'needs model.converters = ["{_FLOAT8}"]'
 
 
@@ -223,24 +224,16 @@ CONTRADICTIONS = [
     *(
         Rule(
             f"checkpoint.{key}",
-            lambda job, key=key, unset=unset: (
-                value_of(job, f"checkpoint.{key}") != unset
-                and not job.checkpoint.enable
-                and "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
+            lambda job, key=key, default=default, needed=needed, reason=reason: (
+                value_of(job, f"checkpoint.{key}") != default and not value_of(job, f"checkpoint.{needed}") and reason
             ),
         )
-        for key, unset in {"load_step": -1, "load_only": False}.items()
-    ),
-    *(
-        Rule(
-            f"checkpoint.{key}",
-            lambda job, key=key, unset=unset: (
-                value_of(job, f"checkpoint.{key}") != unset
-                and not job.checkpoint.initial_load_path
-                and "needs checkpoint.initial_load_path"
-            ),
+        for key, default, needed, reason in (
+            ("load_step", -1, "enable", _NOT_LOADED),
+            ("load_only", False, "enable", _NOT_LOADED),
+            ("initial_load_in_hf", False, "initial_load_path", "needs checkpoint.initial_load_path"),
+            ("initial_load_model_only", True, "initial_load_path", "needs checkpoint.initial_load_path"),
         )
-        for key, unset in {"initial_load_in_hf": False, "initial_load_model_only": True}.items()
     ),
     Rule(
         "checkpoint.initial_load_in_hf_quantized",

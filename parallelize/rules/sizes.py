@@ -15,7 +15,7 @@ def sizes_of(config: JobConfig) -> Any:
 
 
 def uneven(size: int, what: str, ranks: int) -> str:
-    """Why ranks cannot share so many heads or columns evenly; empty if they can."""
+    """Reason why ranks cannot share this number of heads or columns evenly; empty if they can."""
     divisors = ", ".join(str(degree) for degree in range(1, min(size, 64) + 1) if size % degree == 0)
     return (
         f"{size} {what}, which {ranks} ranks cannot share evenly; degrees that can: {divisors}" if size % ranks else ""

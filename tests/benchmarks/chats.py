@@ -84,7 +84,7 @@ def expected(theirs: Any, messages: list[dict[str, Any]], ids: list[int], turns:
 
 
 def compare(chats: Chats, theirs: Any, count: int) -> Counter[str]:
-    """What became of so many chats: exact, wrong, or the reason of a refusal."""
+    """Counts of outcomes over `count` drawn chats: exact, wrong, or the reason of a refusal."""
     found = Counter[str]()
     draw = random.Random(0)
     for _ in range(count):
