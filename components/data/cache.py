@@ -33,7 +33,6 @@ from components.config.files import (
     read_json_as,
     read_json_if_whole,
     replace,
-    sync,
     writable,
     write_json,
 )
@@ -275,8 +274,6 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers
         "sources": [str(file) for file in files],
     }
     write_json(folder / "index.json", index)
-    for file in folder.iterdir():
-        sync(file)
     print(
         f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
         f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
@@ -353,7 +350,7 @@ def _cut(document: str, start: int) -> int:
 def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_path, separator)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
     # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk, and drops the word's
@@ -361,7 +358,7 @@ def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ends the worker when its parent ends; otherwise it would wait for work forever after a kill of the parent."""
     parent = multiprocessing.parent_process()
     assert parent is not None

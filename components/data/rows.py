@@ -22,9 +22,9 @@ import numpy as np
 from tqdm import tqdm
 
 from components.config import ConfigError
-from components.config.files import sync, write_json
+from components.config.files import write_json
 from components.config.tables import Chat
-from components.data.cache import DataSpec, TokenCache, _end_with_parent, token_dtype, write_hashes
+from components.data.cache import DataSpec, TokenCache, end_with_parent, token_dtype, write_hashes
 from components.data.chats import Chats
 from components.data.order import sequence_at
 from components.data.packed import PackedSequences
@@ -95,8 +95,6 @@ class ChatSpec(DataSpec):
         index = {"key": key, "dtype": dtype.name, "vocab_size": chats.tokenizer.vocab_size, "tokens": total}
         index |= {"documents": len(ends), "records": records, "trained_tokens": trained}
         write_json(folder / "index.json", index | {"skipped_records": bad, "sources": [str(file) for file in files]})
-        for file in folder.iterdir():
-            sync(file)
         seconds = time.perf_counter() - started
         print(
             f"tokenized {self.path}: {records - len(bad):,} chats in {len(ends):,} sequences of {total:,} tokens, "
@@ -129,7 +127,7 @@ _worker: dict[str, Chats] = {}  # set once in each worker process
 
 def _start_worker(chat: Chat, tokenizer_path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     _worker["chats"] = Chats(chat, tokenizer_path)
 
 
