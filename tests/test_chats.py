@@ -141,12 +141,27 @@ def test_a_template_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - begun < 60
 
 
-def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    chats = chats_in(tmp_path)
-    encode = chats.tokenizer.encode_template
-    monkeypatch.setattr(chats.tokenizer, "encode_template", lambda text: encode(text.replace("\nHello", "Hello")))
-    with pytest.raises(BadChat, match="a token begins before a trained turn and ends in it"):
-        chats.sequences(said("Hi", "Hello"))
+def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:
+    """In a byte-level tokenizer.json with the tokens "\\nH" and " He", and in a rank file, which has " the"."""
+    import tokenizers
+
+    file = tokenizer_in(tmp_path, CHATML) / "tokenizer.json"
+    made = tokenizers.Tokenizer.from_file(str(file))
+    made.add_tokens(["\nH", " He"])
+    made.post_processor = tokenizers.processors.ByteLevel(trim_offsets=True)  # hides that a token begins with a space
+    made.save(str(file))
+    (tmp_path / "chatml.jinja").write_text(CHATML.replace("'\\n' }}", "' ' }}").replace("assistant\\n", "assistant "))
+    (tmp_path / "spaced.jinja").write_text(LLAMA3.replace("<|end_header_id|>\\n\\n", "<|end_header_id|> "))
+    spaced = Chats(Chat(template=str(tmp_path / "spaced.jinja")), "assets/tokenizer")
+    for chats, crossing, apart in (
+        (Chats(Chat(), str(tmp_path)), "Hello", " Hello"),
+        (Chats(Chat(template=str(tmp_path / "chatml.jinja")), str(tmp_path)), "Hello", "hello"),
+        (spaced, "the end", "🙂"),
+    ):
+        with pytest.raises(BadChat, match="a token begins before a trained turn and ends in it"):
+            chats.sequences(said("Hi", crossing))
+        ((ids, trained),) = chats.sequences(said("Hi", apart))
+        assert chats.tokenizer.decode(np.asarray(ids)[trained].tolist()).startswith(apart)
 
 
 def test_a_template_that_is_not_there_or_no_template_is_told(tmp_path: Path) -> None:

@@ -84,10 +84,10 @@ class Chats:
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """Ids of the text, and which of them lie in the spans. Raises BadChat if a token crosses the edge of one."""
         edges = [0, *(edge for span in spans for edge in span)]
-        parts = [self.tokenizer.encode_template(text[start:end]) for start, end in pairwise(edges)]
-        ids = [token for part in parts for token in part]
-        if ids != self.tokenizer.encode_template(text):
+        parts = self.tokenizer.encode_parts([text[start:end] for start, end in pairwise(edges)])
+        if parts is None:
             raise BadChat("a token begins before a trained turn and ends in it")
+        ids = [token for part in parts for token in part]
         trained = np.repeat([number % 2 == 1 for number in range(len(parts))], [len(part) for part in parts])
         trained[0] = False  # no token predicts it
         return ids, trained

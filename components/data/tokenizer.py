@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+from bisect import bisect_right
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,6 +72,9 @@ class Tokenizer(Protocol):
     def encode_template(self, text: str) -> list[int]:
         """Token ids of text whose special tokens are meant as such."""
 
+    def encode_parts(self, parts: list[str]) -> list[list[int]] | None:
+        """As encode_template for the joined parts: the token ids of each part, or None if a token is of two parts."""
+
     def decode(self, ids: list[int]) -> str: ...
 
 
@@ -127,6 +131,10 @@ class TiktokenTokenizer:
     def encode_template(self, text: str) -> list[int]:
         return self._encoding.encode(text, allowed_special="all")
 
+    def encode_parts(self, parts: list[str]) -> list[list[int]] | None:
+        found = [self.encode_template(part) for part in parts]
+        return found if [*itertools.chain(*found)] == self.encode_template("".join(parts)) else None
+
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode(ids)
 
@@ -145,6 +153,7 @@ class JsonTokenizer:
         # Some files ask for padding, and for truncation, which would lose the rest of a document.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.post_processor = None  # it adds special tokens, and cuts spaces off the places of tokens
         # Ids may have gaps.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -162,11 +171,23 @@ class JsonTokenizer:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_template(self, text: str) -> list[int]:
+        return self._encode_template(text).ids
+
+    def _encode_template(self, text: str) -> Any:
         self._tokenizer.encode_special_tokens = False
         try:
-            return self.encode(text)
+            return self._tokenizer.encode(text, add_special_tokens=False)
         finally:
             self._tokenizer.encode_special_tokens = True
+
+    def encode_parts(self, parts: list[str]) -> list[list[int]] | None:
+        found = self._encode_template("".join(parts))
+        starts, ends = zip(*found.offsets, strict=True) if found.offsets else ((), ())
+        edges = [*itertools.accumulate(map(len, parts))]
+        cuts = [bisect_right(ends, edge) for edge in edges]
+        if any(starts[cut] < edge for cut, edge in zip(cuts, edges, strict=True) if cut < len(starts)):
+            return None
+        return [found.ids[first:last] for first, last in itertools.pairwise([0, *cuts])]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
