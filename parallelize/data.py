@@ -27,10 +27,10 @@ def apply_data_parallel(
     parallelism: Parallelism,
     keeps_blocks: bool = False,
 ) -> None:
-    """Shard parameters over the last dimension of shards; a dimension before it holds replicas.
+    """Shard parameters over the last dimension of the mesh `shards`; a dimension before the last holds replicas.
 
-    of_experts: the same for experts, if the model has some. keeps_blocks: the optimizer has one scale for each block of
-    columns (block_of), which no two ranks may share.
+    of_experts: the mesh for experts, if the model has some. keeps_blocks: the optimizer has one scale for each block of
+    columns (block_of), so two ranks may not share a block.
 
     Gradients are summed over ranks, never averaged, because the loss is already divided by the global batch's labels.
     """
@@ -51,7 +51,8 @@ def apply_data_parallel(
         shard = partial(
             shard, shard_placement_fn=_placements(model, shards, of_experts, keeps_blocks), ignored_params=routers
         )
-    # A tied table belongs to both ends of the model, so the root holds it. The root stays gathered until backward.
+    # A tied table belongs to both ends of the model, so the root holds it. By default the root stays gathered
+    # until backward.
     children = dict(model.named_children())
     embedding, layers = children.get("tok_embeddings"), children["layers"]
     ends = [children[name] for name in ("norm", "output") if name in children]
@@ -74,7 +75,7 @@ def apply_data_parallel(
 def _placements(
     model: nn.Module, shards: DeviceMesh, of_experts: DeviceMesh, keeps_blocks: bool
 ) -> Callable[[nn.Parameter], Any]:
-    """Parameter -> how FSDP shares it: matrices of experts over the ranks of of_experts, None for all others.
+    """Parameter -> its placement by FSDP: experts are sharded over the ranks of of_experts; None for all others.
 
     Ranks split the experts of a layer. If that is uneven, they split the rows of each matrix, or else the columns.
     """
@@ -114,7 +115,7 @@ def reshard(stages: list[nn.Module]) -> None:
 def set_gradient_sync(stages: list[nn.Module], last: bool, reduce: str) -> None:
     """Whether the next backward reduces gradients: if it is the last of its optimizer step, or if `reduce` is "each".
 
-    With HSDP each replica adds up its own shards, and only the last backward sums over replicas.
+    With HSDP each replica accumulates its own gradient shards, and only the last backward all-reduces over replicas.
     """
     for stage in stages:
         if isinstance(stage, FSDPModule):

@@ -1,4 +1,4 @@
-"""Layouts as values: parsed from words, described in them, given to a job, and all that fit a number of ranks.
+"""Parses, describes and lists layouts, and applies a layout to a job.
 
 python -m parallelize.layouts 8 --job.config_file recipes/llama_debug.toml [--table.key value]
     lists the layouts of 8 ranks that no rule refuses, and counts what rules refuse
@@ -30,7 +30,7 @@ KEYS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees, by which a job's layout differs from one rank."""
+    """The degrees of a job's layout; on one rank all degrees are 1."""
 
     degrees: Degrees
 
@@ -45,7 +45,7 @@ class Layout:
         return {f"parallelism.{key}": size for key, size in zip(KEYS.values(), astuple(self.degrees), strict=True)}
 
     def given_to(self, job: JobConfig) -> JobConfig:
-        """The same run at this layout: a rank takes at most its share of the global batch at a time.
+        """The same run at this layout. local_batch_size is capped at a rank's share of the global batch.
 
         Raises ConfigError as fixed_batch does.
         """
@@ -108,7 +108,7 @@ def _divisors(whole: int) -> Sequence[int]:
 
 
 def main(argv: list[str]) -> int:
-    """Print the accepted layouts, and which keys refuse how many others; returns an exit code."""
+    """Print the accepted layouts, and how many layouts each key refuses; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ranks", type=int)
     options, words = parser.parse_known_args(argv)

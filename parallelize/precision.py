@@ -23,7 +23,7 @@ def set_product_precision(precision: str, device: torch.device) -> None:
 
 @functools.cache
 def _products_are_exact() -> bool:
-    """Whether float32 products with an identity matrix are exact. Two sizes are tried, because one may not show it."""
+    """Whether float32 products with an identity matrix are exact. Two sizes are tried, because one may hide errors."""
     numbers = torch.full((2, 256, 256), 1 + 2**-23)
     return all(
         torch.equal(part @ torch.eye(size), part)
@@ -35,7 +35,8 @@ def _products_are_exact() -> bool:
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     """Let every module compute with copies of its parameters in dtype, as FSDP's mixed precision does.
 
-    Parameters, their names and their gradients stay as they are, because a gradient is converted before it is added.
+    Parameters, their names and their gradients stay as they are, because autograd converts a gradient back to the
+    parameter's type before accumulating it.
     """
     for module in model.modules():
         if isinstance(module, Router):

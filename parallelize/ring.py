@@ -1,6 +1,6 @@
 """Ring attention (arXiv:2310.01889): a rank's queries attend to the keys and values of one rank after another.
 
-Each part, as models/steps.py has it, is one rank's keys and values. Shapes are named as in models/layers.py.
+A part in the sense of models/steps.py is here the keys and values of one rank. Shapes are named as in models/layers.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -50,9 +50,9 @@ def _without_window(rank: int, source: int, balanced: bool, length: int, device:
 
 
 def _windowed(rank: int, source: int, ranks: int, balanced: bool, whole: Visible) -> list[AttentionStep]:
-    """A step for each piece of the queries and each piece of the source's keys that these see.
+    """A step for each piece of the queries with each piece of the source's keys that those queries see.
 
-    The nearest keys come first: a query's first step has its own key.
+    The nearest keys come first, so that a query's first step has the query's own key.
     """
     assert whole.window is not None
     found = []
@@ -80,7 +80,7 @@ class RingExchange(NamedTuple):
     """True: one all-gather, and one reduce-scatter of gradients. False: messages from neighbour to neighbour."""
 
     def passed_on(self, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields this rank's keys and values, then each previous rank's; the next transfer overlaps."""
+        """Yields this rank's keys and values, then each previous rank's. Transfers overlap with attention."""
         from torch.distributed import _functional_collectives as collectives
 
         rank, ranks = self.group.rank(), self.group.size()

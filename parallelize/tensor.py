@@ -79,7 +79,7 @@ class Replicated(ParallelStyle):
 
 
 class KeyValueHeads(ColwiseParallel):
-    """A projection to key or value heads, split by heads. Where ranks outnumber heads, each holds all, and uses one.
+    """A projection to key or value heads, split by heads. With more ranks than heads, each holds all and uses one.
 
     Takes (B, S, D), the same on all ranks; gives (B, S, heads of this rank x K). Ranks that use the same head have
     different queries, so the gradients of all ranks are partial sums.
@@ -111,7 +111,7 @@ class KeyValueHeads(ColwiseParallel):
 
 
 class OwnHeads(ParallelStyle):
-    """A module that gives its weight (H,): each rank holds all of it, and gets the part of its own heads."""
+    """A module whose output is its weight (H,). Each rank holds the whole weight, and outputs the part of its heads."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
@@ -143,7 +143,7 @@ class ForOwnHeads(ParallelStyle):
 
 
 class RowsOfOwnHeads(ParallelStyle):
-    """A projection to heads, split by heads, of an output of ForOwnHeads. Its input's gradient is a partial sum."""
+    """Projects an output of ForOwnHeads to heads, split by heads. The gradient of the input is a partial sum."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         split_rows(module, device_mesh)
@@ -185,7 +185,7 @@ def compute_locally(module: FrozenLinear, adapter: Mapping[str, Tensor], mesh: D
         part = distribute_tensor(matrix, mesh, [placements[name]], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(part))
     if "forward" in vars(module):
-        return  # of its style, which knows both
+        return  # its ParallelStyle has given it one, for the weight and the adapter
     first = own_slice(module.get_parameter("lora_A"))[1][1] if adapter else 0
     given = [Partial() if split == Shard(1) else Shard(-1)]
 
@@ -278,7 +278,7 @@ def split_rows(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of the table, padded with zeros to equally many on each rank. No softmax sees the padding."""
+    """This rank's rows of the table, zero-padded to the same number on every rank. No softmax sees the padding."""
     weight = module.weight
     assert isinstance(weight, DTensor)
     rows = weight.to_local()

@@ -77,9 +77,9 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
     lines = [
         "# What composes with what",
         "",
-        "Written by `python -m tests.matrix --all`. Each layout was compared with one process and is the same run, or",
-        "a rule refused the layout before launch. [The promise](promise.md) says how layouts are compared. Each",
-        "layout is a line of `assets/composition.jsonl`, with its figures.",
+        "Written by `python -m tests.matrix --all`. Each proven layout was compared with one process, and is the same",
+        "run. Each refused layout was refused by a rule before launch. [The promise](promise.md) says how layouts are",
+        "compared. Each layout is a line of `assets/composition.jsonl`, with its figures.",
         "",
         f"Revision {(git_revision()['revision'] or 'unknown')[:7]}. "
         f"{len(rows):,} layouts of up to {max(ranks)} ranks on CPU with gloo, torch {torch.__version__}, float32: "
@@ -89,9 +89,8 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
         "",
         "A square is a pair of settings; columns are degrees and methods. Its colour is the worst gradient error of",
-        "all proven layouts with both.",
-        "A square is hatched if every layout with both is refused, perhaps for a third setting (a zero",
-        "bubble), and white if no layout with both was run. The layouts in the tests cover such pairs.",
+        "all proven layouts with both settings. A square is hatched if every layout with both was refused. The reason",
+        "may be a third setting, such as a zero-bubble schedule. A square is white if no layout with both was run.",
         "",
         "| ranks | proven | refused | neither | seconds a layout |",
         "|---|---|---|---|---|",

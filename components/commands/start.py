@@ -1,6 +1,6 @@
-"""From the command line to ranks: all checks that need no ranks; then components/launch/ranks.py starts the ranks.
+"""Makes all checks that need no ranks, then starts the ranks through components/launch/ranks.py.
 
-On a machine without GPUs only the last check imports torch, so mistakes are reported at once.
+Without GPUs no check before check_layout_and_weights imports torch, so check_job reports mistakes at once.
 """
 
 import contextlib
@@ -84,9 +84,9 @@ def main(argv: list[str]) -> int:
         argv = with_recipe(with_variables(argv, os.environ))
         config, settings = check_job(argv, os.environ)
         if config.comm.mode != "fake_backend":
-            # Meanwhile this process imports torch too, for the model's sizes.
+            # The fork server imports torch while this process imports it too, for the model's sizes.
             preload([RANK.partition(":")[0]], settings.threads)
-        gc.disable()  # as in fork_server.py
+        gc.disable()  # imports make a million objects, but no garbage
         check_layout_and_weights(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         on_cpu = config.comm.mode != "fake_backend" and not gpus()
@@ -160,8 +160,8 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
 def check_initial_weights(config: JobConfig) -> None:
     """Raises ConfigError, with every misfit, if a folder of initial weights does not fit the model.
 
-    Such folders are Hugging Face's (checkpoint.initial_load_in_hf), whose FP8 or MXFP4 weights have to be announced by
-    initial_load_in_hf_quantized, and PEFT's (lora.initial_load_path).
+    The folder is Hugging Face's (checkpoint.initial_load_in_hf) or PEFT's (lora.initial_load_path). The key
+    initial_load_in_hf_quantized has to say whether a Hugging Face folder has FP8 or MXFP4 weights.
     """
     if config.model.lora.initial_load_path:
         from components.state.adapters import check_adapters

@@ -4,6 +4,6 @@ import os
 
 
 def set_default(name: str, value: str) -> None:
-    """Sets a variable that is unset or empty, because libraries reject an empty value, or end because of it."""
+    """Sets a variable that is unset or empty, because an empty value makes libraries fail or end the process."""
     if not os.environ.get(name):
         os.environ[name] = value

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def python_path() -> str:
     """PYTHONPATH for subprocesses that run a module of this repository: ROOT, then the user's PYTHONPATH.
 
-    Raises ConfigError if ROOT has a colon. run_train.sh says the same sentence.
+    Raises ConfigError if ROOT has a colon. run_train.sh prints the same message.
     """
     if os.pathsep in str(ROOT):
         reason = "Python cannot import from a path with a colon; move the repository to another folder"

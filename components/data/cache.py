@@ -339,7 +339,7 @@ def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tu
 
 
 def _cut(document: str, start: int) -> int:
-    """The end of the chunk that begins at start: if possible between a word and a space, where no token goes across."""
+    """The end of the chunk that begins at start. If possible, it is before a space, where no token is cut."""
     last = start + _CHUNK
     if last >= len(document):
         return len(document)

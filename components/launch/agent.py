@@ -1,7 +1,7 @@
 """torchrun's agent (torch.distributed.elastic), which starts and restarts the ranks of a node.
 
 This module implements the four abstract methods of the agent, because torchrun's local agent is unsuitable:
-- It kills a rank that is still saving 30 seconds after another rank ended.
+- It kills ranks 30 seconds after one rank has ended, even if they are still saving.
 - It signals loader workers too.
 - It dies of SIGUSR1.
 - It breaks progress bars into lines.

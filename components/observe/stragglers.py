@@ -1,4 +1,4 @@
-"""Detection of ranks that are slow for many steps, by each rank's own time, without waiting, in logged steps.
+"""Detects ranks that are slow in several logged steps in a row, by comparing each rank's time except its waiting.
 
 In a logged step a thread samples, a few hundred times a second, where the main thread is. Time inside a call of
 torch.distributed is waiting. With CUDA the main thread hardly computes, so only a slow loader or host is found.

@@ -1,4 +1,4 @@
-"""Adapters for other libraries: as PEFT's folder, and merged into the weights of their base.
+"""Exports adapters as a PEFT folder or merged into the weights of their base, and loads them from a PEFT folder.
 
 python -m components.state export RUN FOLDER               adapter_model.safetensors and adapter_config.json
 python -m components.state merge RUN --to FOLDER           the whole model, as transformers loads it
@@ -134,7 +134,7 @@ def _alpha_there(given: dict[str, Any], target: str) -> Any:
 
 
 def _mixed(folder: Folder, wanted: list[Place]) -> list[str]:
-    """Misfits of fused adapters in which gate and up share ranks, because in this project they share none."""
+    """Misfits of fused adapters whose gate and up share LoRA ranks, because gate and up share none in this project."""
     fused: dict[str, list[Place]] = {}
     for place in wanted:
         fused.setdefault(place.name, []).append(place)
@@ -165,7 +165,7 @@ _CHANGING_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def starting_state(checkpointer: Checkpointer, config: JobConfig, mesh: Mesh) -> dict[str, Any] | None:
-    """Load the run's newest good checkpoint, or what initial_load_path names; returns the checkpoint's numbers, if any.
+    """Load the run's newest good checkpoint, or what initial_load_path names; returns the checkpoint's state, if any.
 
     The base of adapters is loaded first, because checkpoints do not hold it. Raises ConfigError if the base is not the
     checkpoint's.
