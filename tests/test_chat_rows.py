@@ -224,6 +224,14 @@ def test_rows_of_chats_are_the_same_run_at_other_layouts(ranks: int, layout: tup
     assert not broken_bars(observe(*CHATS, *LONGER, *layout, ranks=ranks, steps=2), alone())
 
 
+def test_chats_of_1_and_of_400_labels_weigh_by_their_labels(tmp_path: Path) -> None:
+    """Over data parallel ranks and accumulation, as on one process: no rank divides by its own labels."""
+    path = save(tmp_path, [said("q", "a " * 400 if number % 3 == 0 else "") for number in range(30)])
+    words = (*CHATS, "--training.dataset_path", str(path), "--training.seq_len", "500", "--chat.packing", "none")
+    split = ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "1")
+    assert not broken_bars(observe(*words, *split, ranks=2, steps=2), observe(*words, steps=2))
+
+
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [

@@ -237,18 +237,22 @@ def test_the_end_tokens_of_an_answer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "function", "old", "new"),
     [
-        ("components.data.template", "targets", "len(prompt), last.end()", "len(prompt), last.start()"),
-        ("components.data.template", "targets", "len(prompt), last.end()", "len(prompt) + 1, last.end()"),
-        ("components.data.chats", "Chats._is_trained", "in self.chat.roles_to_train", "in ('user', 'assistant')"),
+        ("data.template", "targets", "len(prompt), last.end()", "len(prompt), last.start()"),
+        ("data.template", "targets", "len(prompt), last.end()", "len(prompt) + 1, last.end()"),
+        ("data.chats", "Chats._is_trained", "in self.chat.roles_to_train", "in ('user', 'assistant')"),
+        ("data.loader", "batch_of", "positions - starts", "positions"),
     ],
-    ids=["end of turn masked", "first character of an answer masked", "user trained"],
+    ids=["end of turn masked", "first character of an answer masked", "user trained", "positions not restarted"],
 )
 def test_a_fault_in_the_masks_is_seen(module: str, function: str, old: str, new: str, tmp_path: Path) -> None:
-    """In a process of its own, which plants the fault and calls the test above."""
+    """In a process of its own, which plants the fault and calls one of the other tests."""
+    file, test = "test_chats", "test_a_turn_is_trained_up_to_and_with_the_token_that_ends_it"
+    if module == "data.loader":
+        file, test = "test_chat_rows", "test_positions_restart_and_no_chat_predicts_the_next_ones_first_token"
     script = (
-        "from pathlib import Path; from tests.harness import rewrite; from tests import test_chats\n"
-        f"rewrite({module!r}, {function!r}, {old!r}, {new!r})\n"
-        f"test_chats.test_a_turn_is_trained_up_to_and_with_the_token_that_ends_it(Path({str(tmp_path)!r}))"
+        f"from pathlib import Path; from tests.harness import rewrite; from tests import {file}\n"
+        f"rewrite('components.{module}', {function!r}, {old!r}, {new!r})\n"
+        f"{file}.{test}(Path({str(tmp_path)!r}))"
     )
     done = run([sys.executable, "-c", script], cwd=ROOT)
     assert "AssertionError" in done.stderr, done.stderr
