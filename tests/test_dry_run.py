@@ -23,7 +23,7 @@ from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.schedules import number_of_stages
 from tests.harness import observe
 from tests.ranks import PRELOADED
-from tests.small import RECIPE, SMALL
+from tests.small import CHATS, RECIPE, SMALL
 
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 LONG = ("--model.flavor", "less_deep", "--training.seq_len", "512", "--training.global_batch_size", "-1")
@@ -115,6 +115,20 @@ def test_ranks_that_share_columns_of_experts_cut_no_block_of_moments(pool: Proce
     flavor = ("--model.name", "qwen3_moe", "--model.flavor", "debug", "--optimizer.state_dtype", "int8")
     batch = ("--training.local_batch_size", "1", "--training.global_batch_size", "96")
     pool.submit(count_fake, (*flavor, *batch), 0, 96).result()
+
+
+def test_experts_of_rows_with_padding_are_counted_with_full_rows(pool: ProcessPoolExecutor) -> None:
+    moe = (
+        "--model.name",
+        "qwen3_moe",
+        "--training.local_batch_size",
+        "18",
+        "--parallelism.expert_parallel_degree",
+        "2",
+    )
+    whole, padded = (pool.submit(count_fake, (*moe, *words), 0, 2) for words in ((), CHATS))
+    assert padded.result()[1] == whole.result()[1]
+    assert padded.result()[0] >= whole.result()[0]
 
 
 def kept_of_a_wide_vocabulary() -> int:
