@@ -4,6 +4,7 @@ import hashlib
 import re
 import subprocess
 import time
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from components.config import ROOT
 from tests.cpu import SLOW, read_costs
+from tests.limits import limited_itself
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,10 +35,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (not is_changed(item.path), -of_file[item.path], item.path))
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
     until: float | None = item.config.option.until
     if until and time.time() > until:
         pytest.skip(f"not run, the time was over: {item.path.name}")
+    with limited_itself(item.name):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    with limited_itself(item.name):
+        yield
 
 
 @cache

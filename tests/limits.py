@@ -23,6 +23,9 @@ _HARDLY = 0.02
 MOST_COMPUTING = 3600.0
 """Seconds of processor time for which a test waits: the longest case, of 16 compiled ranks, takes 200."""
 
+MOST_ITSELF = 300.0
+"""Seconds of processor time of a test's own process, without the processes that it starts."""
+
 
 class TimeLimit(Exception):
     """A limit of time was reached before the tested process ended, well or with an error."""
@@ -106,3 +109,19 @@ def limited(what: str, computing: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def limited_itself(what: str, computing: float = MOST_ITSELF) -> Iterator[None]:
+    """TimeLimit where this process alone computes too long inside, as in a loop without end."""
+
+    def end(*_: object) -> None:
+        raise TimeLimit(f"limit of time: {what} took more than {computing:.0f} s of its own processor time")
+
+    before = signal.signal(signal.SIGPROF, end)
+    signal.setitimer(signal.ITIMER_PROF, computing)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)

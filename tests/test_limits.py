@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests import limits, ranks
-from tests.limits import Limit, TimeLimit, finish, limited, run, wait_until
+from tests.limits import Limit, TimeLimit, finish, limited, limited_itself, run, wait_until
 from tests.processes import ended, start
 
 
@@ -49,15 +51,18 @@ def test_a_process_that_ends_before_what_is_waited_for_is_told() -> None:
         wait_until(lambda: False, start("-c", "import sys; sys.exit(3)"))
 
 
-def compute_for_ever() -> None:
-    with limited("a loop", 0.1):
+def compute_for_ever(limit: Callable[[str, float], AbstractContextManager[None]]) -> None:
+    with limit("a loop", 0.1):
         while True:
             pass
 
 
 def test_what_this_process_does_not_end_is_ended() -> None:
-    with pytest.raises(TimeLimit, match="a loop took more than"):
-        compute_for_ever()
+    left, _ = signal.getitimer(signal.ITIMER_PROF)
+    assert left > 1, "each test has a limit, in conftest.py"
+    for limit in (limited, limited_itself):
+        with pytest.raises(TimeLimit, match="a loop took more than"):
+            compute_for_ever(limit)
     before = signal.getsignal(signal.SIGALRM)
     with limited("nothing", 0.1):
         pass
