@@ -298,7 +298,12 @@ CONTRADICTIONS = [
     ("--training.dataset_format chat", "training.dataset_format"),
     *(
         (f"--training.dataset_format chat --training.dataset_path x --training.{key} {value}", f"training.{key}")
-        for key, value in {"dataset_text_field": "body", "dataset_separator": "none", "document_mask": "false"}.items()
+        for key, value in {
+            "dataset_text_field": "body",
+            "dataset_separator": "none",
+            "dataset_streaming": "true",
+            "document_mask": "false",
+        }.items()
     ),
     *(
         (f"--chat.{key} {value}", f"chat.{key}")

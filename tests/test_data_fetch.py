@@ -11,14 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from components.config import ROOT
-from components.data import prepare
-from components.data.hub import _wanted
+from components.config import ROOT, load_config
+from components.data import datasets, prepare
+from components.data.__main__ import prepare_all
+from components.data.hub import _wanted, is_of_hub
 from tests import limits
 from tests.caches import spec_of
+from tests.chats import said, save
 from tests.hub import COMMIT, GATED, serving
 from tests.processes import small_disk
 
+CHATS = [said("Hi", "Hello"), said("a", "b", "c", "d")]
+AS_CHATS = ["--training.dataset_format", "chat", "--chat.template", "assets/templates/llama3.jinja"]
 NOWHERE = "http://127.0.0.1:9"
 TEXTS = [line for line in (ROOT / "assets/kjv/02-exodus.txt").read_text(encoding="utf-8").splitlines() if line.strip()]
 # Each line of standard input is a command; what it printed and its exit code go to standard output as JSON. In a
@@ -64,6 +68,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
         {"config_name": part, "data_files": [{"split": "train", "path": f"{part}/*.json.gz"}]} for part in ("en", "xx")
     ]
     (books / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\nBooks.\n")
+    save(folder / "datasets/org/chats/data", CHATS, "train.jsonl")
+    save(folder / "datasets/org/chats/data", [said("held", "out")], "test.jsonl")
     (folder / "datasets" / GATED).mkdir(parents=True)
     model.mkdir(parents=True)
     shutil.copy(ROOT / "assets/tokenizer/tokenizer.model", model)
@@ -164,6 +170,8 @@ def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], t
         ([*prepares, "org/books:en@v9"], "org/books has no such revision"),
         ([*prepares, "org/books:de"], "BuilderConfig 'de' not found. Available: ['en', 'xx']"),
         ([*prepares, "org/books"], "Config name is missing. Please pick one among the available configs"),
+        ([*prepares, "org/chats:de", *AS_CHATS], "BuilderConfig 'de' not found. Available: ['default']"),
+        ([*prepares, GATED, *AS_CHATS], f"{GATED} is gated: ask for access"),
         (
             [*prepares, "org/books:en", "--training.dataset_text_field", "body"],
             'a file has no "body" (training.dataset_text_field); it has text',
@@ -186,6 +194,35 @@ def test_a_dataset_of_the_hub_is_streamed_as_its_files_are_tokenized(hub: tuple[
     right = prepare(spec_of(tmp_path / "data.jsonl", tmp_path), 1)
     for name in ("tokens.bin", "documents.bin"):
         assert (Path(folder) / name).read_bytes() == (right.folder / name).read_bytes()
+
+
+def test_chats_of_the_hub_are_downloaded_and_tokenized_as_files(hub: tuple[str, Path], tmp_path: Path) -> None:
+    address, folder = hub
+    job = ["--training.dataset_cache", str(tmp_path), "--training.seq_len", "64", *AS_CHATS]
+    local = str(folder / "datasets/org/chats/data/train.jsonl")
+    shown = run(
+        [
+            ["show", "--json", *job, "--training.dataset", "org/chats"],
+            ["show", "--json", *job, "--training.dataset", f"org/chats@{COMMIT}"],
+            ["show", "--json", *job, "--training.dataset_path", local],
+        ],
+        address,
+        tmp_path / "home",
+    )
+    rows = [out.splitlines()[-1] for out, code in shown if code == 0]
+    assert len(rows) == 3
+    assert len({*rows}) == 1
+    files = {str(file.relative_to(tmp_path / "hub")) for file in (tmp_path / "hub").rglob("*.jsonl")}
+    assert files == {f"org--chats-default-{COMMIT}/data/train.jsonl"}
+
+
+def test_ranks_find_downloaded_chats_without_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "download_split", lambda config, into: tmp_path / "chats")
+    save(tmp_path / "chats", CHATS)
+    words = [*AS_CHATS, "--training.dataset", "org/chats", "--training.dataset_cache", str(tmp_path / "cache")]
+    training = prepare_all(load_config(words)).training
+    assert training.dataset_path == str(tmp_path / "chats")
+    assert not is_of_hub(training)
 
 
 def test_without_network_a_job_is_refused_before_it_starts(tmp_path: Path) -> None:

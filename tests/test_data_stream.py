@@ -184,7 +184,7 @@ JSONL = '{"text": "one"}\n'
             r"of the split train, and would leave out .*/other\.jsonl: rename",
         ),
         (["a.jsonl", "B.JSONL"], r"B\.JSONL: a stream reads only \.jsonl, \.ndjson, \.parquet, \.txt: rename"),
-        (["test.jsonl"], 'the split "train" is streamed; it has only test'),
+        (["test.jsonl"], 'the split "train" is read; it has only test'),
         (["a.jsonl.zst"], r"a\.jsonl\.zst: needs the package zstandard: .* -m pip install zstandard, or decompress it"),
         (["a.jsonl", "a.jsonl.tar.gz"], "cannot be read: NotImplementedError: "),
         (["a.jsonl.gz"], "cannot be read: BadGzipFile: "),

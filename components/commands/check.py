@@ -24,6 +24,7 @@ from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.config.files import writable
 from components.data.cache import cache_of, is_made
 from components.data.datasets import spec_of
+from components.data.hub import hub_place, is_of_hub
 from components.data.sources import BadRecord, Unread, ending, find_files, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
@@ -94,6 +95,9 @@ def data(job: Job) -> str:
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
         return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
+    if is_of_hub(training):
+        place, part, revision = hub_place(job.config)
+        return "; ".join([f"the start downloads {place} ({part or 'default'}) at {revision}", *said])
     return "; ".join([_own(job, None), *said])
 
 

@@ -100,7 +100,7 @@ def main(argv: list[str]) -> int:
         end_at_signals("before ranks were started")
         gc.freeze()
         gc.enable()
-        prepare_all(config)
+        config = prepare_all(config)
         return start(config, settings, RANK, [to_json(config)])
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)

@@ -297,8 +297,17 @@ CONTRADICTIONS = [
         "training.dataset_format",
         lambda job: (
             job.training.dataset_format == "chat"
-            and (job.training.dataset_streaming or job.training.dataset_path is None)
-            and "chats are read from files: set training.dataset_path, and no dataset_streaming"
+            and job.training.dataset_path is None
+            and "/" not in job.training.dataset
+            and 'chats are read from files: set training.dataset_path, or training.dataset = "org/name" of the hub'
+        ),
+    ),
+    Rule(
+        "training.dataset_streaming",
+        lambda job: (
+            job.training.dataset_streaming
+            and job.training.dataset_format == "chat"
+            and "rows are packed from all chats, so all are tokenized before the run: use false"
         ),
     ),
     Rule(

@@ -51,7 +51,7 @@ class Training:
     """Local data: a .txt, .jsonl, .ndjson or .parquet file, or a folder or glob of such files."""
     dataset_streaming: bool = False
     """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
-    then keep the order of the text. Datasets of the hub are always streamed."""
+    then keep the order of the text. Datasets of the hub are always streamed, except chats, which are downloaded."""
     dataset_text_field: Name = "text"
     """Field (JSONL) or column (parquet) that holds the text."""
     dataset_errors: Literal["fail", "skip"] = "fail"

@@ -4,12 +4,13 @@ downloads files of the hub.
 
 import argparse
 import sys
+from dataclasses import replace
 
 from components.config import ConfigError, JobConfig, load_config
 from components.config.bounds import path_argument
 from components.data.cache import prepare
 from components.data.datasets import spec_of
-from components.data.hub import fetch
+from components.data.hub import fetch, is_of_hub
 from components.data.show import show
 from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
@@ -17,10 +18,11 @@ from components.data.tokenizer import check_tokenizer
 from components.launch.exit_codes import ExitCode
 
 
-def prepare_all(config: JobConfig) -> None:
+def prepare_all(config: JobConfig) -> JobConfig:
     """Makes missing token caches of training and validation data; checks the first document of a stream.
 
-    Prints warnings about the tokenizer, and about files that look like data and are not read.
+    Prints warnings about the tokenizer, and about files that look like data and are not read. Returns the job, with the
+    folder of data that were downloaded as its training.dataset_path, so that ranks need no network.
     """
     _warn(*check_tokenizer(config))
     validation, streamed = config.validation, is_stream(config.training)
@@ -30,6 +32,9 @@ def prepare_all(config: JobConfig) -> None:
         spec = spec_of(config, path)
         _warn_unread(unread_files(spec.path, spec.endings))
         prepare(spec)
+        if path is None and is_of_hub(config.training):
+            config = replace(config, training=replace(config.training, dataset_path=spec.path))
+    return config
 
 
 def _warn_unread(left: Unread | None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.hub import download_split, is_of_hub
 from components.data.packed import PackedSequences, StreamedSequences
 from components.data.rows import ChatCache, ChatRows, ChatSpec
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
@@ -15,9 +16,18 @@ from components.launch.orphan import LAUNCHER_PIPE
 
 
 def spec_of(config: JobConfig, path: str | None = None) -> DataSpec:
-    """The spec of a job's training data, or of data at another path. Raises ConfigError for an unknown dataset."""
-    spec = data_spec(config.training, config.model.hf_assets_path, path)
-    return ChatSpec(**vars(spec), chat=config.chat) if config.training.dataset_format == "chat" else spec
+    """The spec of a job's training data, or of data at another path. Downloads chats that are on the hub.
+
+    Raises ConfigError for an unknown dataset, or if it cannot be downloaded.
+    """
+    training, tokenizer = config.training, config.model.hf_assets_path
+    if training.dataset_format == "text":
+        return data_spec(training, tokenizer, path)
+    on_hub = path is None and is_of_hub(training)
+    spec = data_spec(training, tokenizer, training.dataset if on_hub else path)
+    if on_hub:
+        spec = replace(spec, path=str(download_split(config, spec.cache_folder / "hub")))
+    return ChatSpec(**vars(spec), chat=config.chat)
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:

@@ -1,18 +1,23 @@
 """The Hugging Face hub: resolves revisions and fetches files. huggingface_hub is imported only inside functions."""
 
 import errno
+import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from components.config import ROOT, ConfigError
+from components.config import ROOT, ConfigError, JobConfig, Training, mistake
+from components.data.sources import HUB
 from components.data.special_tokens import NAMING
 
 Kind = Literal["model", "dataset"]
+_NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
 _WEIGHTS = ["config.json", "generation_config.json", "model*.safetensors", "model*.safetensors.index.json"]
+_KINDS = ("parquet", "json", "text", "csv", "arrow")
 _TRANSPORTS = ("httpx", "httpx2", "httpcore", "requests", "urllib3", "aiohttp")
 _PARTS = {"tokenizer": [*_TOKENIZER, *NAMING], "weights": _WEIGHTS}
 
@@ -75,19 +80,78 @@ def _page(repository: str, kind: Kind) -> str:
     return f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repository}"
 
 
-def dataset_revision(repository: str, revision: str | None) -> str:
+def _dataset_revision(repository: str, revision: str | None, streams: bool) -> str:
     """The commit hash of a dataset's branch, tag or commit (default: main). Raises ConfigError."""
     from huggingface_hub import HfApi
 
     remedy = (
         f". On a machine with network: python -m components.data fetch {repository} --kind dataset; "
-        f'then here training.dataset_path = "assets/{repository.rpartition("/")[2]}", training.dataset_streaming = true'
+        f'then here training.dataset_path = "assets/{repository.rpartition("/")[2]}"'
+        + ", training.dataset_streaming = true"
+        * streams
     )
     with hub_errors(repository, "dataset", remedy=remedy):
         api = HfApi()
         info = api.dataset_info(repository, revision=revision)
         api.auth_check(repository, repo_type="dataset")  # a gated dataset has public information, but private files
         return str(info.sha)
+
+
+def is_of_hub(training: Training) -> bool:
+    """Whether the training data are a dataset of the hub."""
+    return training.dataset_path is None and (training.dataset in HUB or "/" in training.dataset)
+
+
+def hub_place(config: JobConfig) -> tuple[str, str | None, str]:
+    """(repository, its configuration, commit) of training.dataset. Raises ConfigError."""
+    match = _NAME.fullmatch(HUB.get(config.training.dataset, config.training.dataset))
+    if not match:
+        reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
+        raise ConfigError(mistake(config, "training.dataset", reason))
+    streams = config.training.dataset_format == "text"
+    try:
+        return match["path"], match["config"], _dataset_revision(match["path"], match["revision"], streams)
+    except ConfigError as error:
+        raise ConfigError(mistake(config, "training.dataset", str(error))) from None
+
+
+def train_split(path: str, part: str | None, revision: str | None) -> Any:
+    """The library's builder of a dataset of the hub, or of a folder. Its config.data_files["train"] are file names.
+
+    Raises ConfigError if the kind of the dataset's files is not supported, or if it has no split "train".
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
+    builder = datasets.load_dataset_builder(path, part, revision=revision)
+    if builder.name not in _KINDS:
+        raise ConfigError(f"training data {path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
+    splits = builder.config.data_files or {}
+    if "train" not in splits:
+        only = ", ".join(map(str, splits))
+        raise ConfigError(f'training data {path}: the split "train" is read; it has only {only}')
+    return builder
+
+
+def download_split(config: JobConfig, into: Path) -> Path:
+    """Downloads the split train of training.dataset into a folder of `into`, named by the commit; returns the folder.
+
+    An interrupted download is continued. Raises ConfigError.
+    """
+    from huggingface_hub import snapshot_download
+
+    path, part, revision = hub_place(config)
+    folder = into / f"{path.replace('/', '--')}-{part or 'default'}-{revision}"
+    try:
+        with hub_errors(path, "dataset"):
+            files = train_split(path, part, revision).config.data_files["train"]
+            wanted = [file.partition(f"@{revision}/")[2] for file in files]
+            options: Any = {"repo_type": "dataset", "revision": revision, "allow_patterns": wanted}
+            snapshot_download(path, local_dir=folder, **options)
+    except (ConfigError, ValueError) as error:  # a ValueError of the library: no such configuration
+        raise ConfigError(mistake(config, "training.dataset", first_line(error))) from None
+    return folder
 
 
 def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, into: Path | None) -> None:

@@ -12,9 +12,7 @@ import errno
 import hashlib
 import importlib.util
 import json
-import logging
 import os
-import re
 import subprocess
 import sys
 import time
@@ -30,9 +28,8 @@ from components.config import ConfigError, JobConfig, Training, mistake, python_
 from components.config.files import read_json_if_whole, refuse_pointer, sample
 from components.config.keys import short
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
-from components.data.hub import dataset_revision, hub_errors, is_of_network
+from components.data.hub import hub_errors, hub_place, is_of_hub, is_of_network, train_split
 from components.data.sources import (
-    HUB,
     READERS,
     REGISTERED,
     BadRecord,
@@ -52,7 +49,6 @@ AHEAD_TOKENS = 1 << 24
 _POLL_SECONDS = 0.05
 _HANDOVER_SECONDS = 4.0
 """Time for another job's writer to take over after a writer has ended."""
-_NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +72,8 @@ class StreamSpec(DataSpec):
 
 
 def is_stream(training: Training) -> bool:
-    """Whether training data is streamed: if dataset_streaming is set, and always for a dataset of the hub."""
-    on_hub = training.dataset in HUB or "/" in training.dataset
-    return training.dataset_streaming or (training.dataset_path is None and on_hub)
+    """Whether training data is streamed: if dataset_streaming is set, and always for texts of the hub."""
+    return training.dataset_streaming or (is_of_hub(training) and training.dataset_format == "text")
 
 
 def stream_spec(config: JobConfig) -> StreamSpec:
@@ -115,15 +110,8 @@ def stream_spec(config: JobConfig) -> StreamSpec:
         version = str([state.st_mtime_ns for _, state in files]) + content
         data = name.hexdigest()
     else:
-        match = _NAME.fullmatch(HUB.get(training.dataset, training.dataset))
-        if not match:
-            reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
-            raise ConfigError(mistake(config, "training.dataset", reason))
-        path, part, version, content = match["path"], match["config"], "", None
-        try:
-            revision = dataset_revision(path, match["revision"])
-        except ConfigError as error:
-            raise ConfigError(mistake(config, "training.dataset", str(error))) from None
+        path, part, revision = hub_place(config)
+        version, content = "", None
         base = data_spec(training, config.model.hf_assets_path, path)
         data = f"{path}:{part or 'default'}@{revision}"
     key = f"{data}/{how_tokenized(base).hexdigest()}"
@@ -274,27 +262,17 @@ def _builder(spec: StreamSpec) -> Any:
 
     Raises ConfigError in five cases:
 
-    - The kind of the dataset's files is not supported, or it has no split "train".
+    - train_split raises it.
     - A package is missing that decompresses the files.
     - The metadata of a folder names files outside of that folder.
     - A folder has files that a run without streaming would read, but that are in no split that the library finds.
     """
-    import datasets
-
-    datasets.disable_progress_bars()
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
     files = list(walk(Path(spec.path))) if spec.revision is None else []
     for file in files:
         if ending(file) in READERS and file.suffix not in _ENDINGS:
             raise ConfigError(f"training data {file}: a stream reads only {', '.join(_ENDINGS)}: {_MOVE}")
-    builder = datasets.load_dataset_builder(spec.path, spec.config, revision=spec.revision)
-    if builder.name not in _KINDS:
-        raise ConfigError(f"training data {spec.path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
-    splits = builder.config.data_files or {}
-    if "train" not in splits:
-        raise ConfigError(
-            f'training data {spec.path}: the split "train" is streamed; it has only {", ".join(map(str, splits))}'
-        )
+    builder = train_split(spec.path, spec.config, spec.revision)
+    splits = builder.config.data_files
     for file in splits["train"]:
         package = _PACKAGES.get(Path(file).suffix)
         if package and not importlib.util.find_spec(package):
@@ -329,7 +307,6 @@ def _left_out(spec: StreamSpec) -> Unread | None:
 
 _ENDINGS = (".jsonl", ".ndjson", ".parquet", ".txt")
 """Endings of READERS that the library knows, too."""
-_KINDS = ("parquet", "json", "text", "csv", "arrow")
 _PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
 """Ending of a compressed file -> package that the library needs for it."""
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
