@@ -27,6 +27,8 @@ class Chosen(Protocol):
     @property
     def flavor(self) -> str: ...
     @property
+    def vocab_size(self) -> int: ...
+    @property
     def attention_kernel(self) -> str: ...
     @property
     def rope_scaling(self) -> Any: ...
@@ -35,8 +37,9 @@ class Chosen(Protocol):
 
 
 def sizes(model: Chosen) -> Any:
-    """The configuration of the chosen flavor, with the RoPE scaling that the job file asks for."""
+    """The configuration of the chosen flavor, with the vocabulary and RoPE scaling that the job file asks for."""
     config, asked = MODELS[model.name][1][model.flavor], model.rope_scaling
+    config = replace(config, vocab_size=model.vocab_size or config.vocab_size)
     if not asked.rope_type:
         return config
     if asked.rope_type == "none":
@@ -56,8 +59,8 @@ def sizes(model: Chosen) -> Any:
 def meta_model(model: Chosen, dtype: str = "") -> Any:
     """Build the whole model on the meta device, which allocates no memory; with lora.rank, add its adapters.
 
-    dtype: training.dtype; frozen weights beside adapters then have the precision of lora.base. With the default, all
-    parameters are float32, which suffices for shapes.
+    dtype: training.dtype. If it is given, frozen weights beside adapters have the precision of lora.base. By default,
+    all parameters are float32, which suffices for shapes.
     Raises ValueError if adapters are asked for a module that the model lacks, or if a matrix cannot be packed.
     """
     default = torch.get_default_dtype()

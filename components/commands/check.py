@@ -82,7 +82,8 @@ def tokenizer(job: Job) -> str:
     model, notes = job.config.model, check_tokenizer(job.config)
     found, most = try_tokenizer(model.hf_assets_path, job.config.training.dataset_separator), sizes(model).vocab_size
     if found > most:
-        reason = f"{found} tokens, but {model.name} {model.flavor} has a table of {most}"
+        table = f"{model.name} {model.flavor} has a table of {most}; model.vocab_size = {found} grows it"
+        reason = f"{found} tokens, but {table}"
         raise ConfigError(mistake(job.config, "model.hf_assets_path", reason))
     return "; ".join([f"{found:,} tokens, and a table of {most:,}", *notes])
 
@@ -125,7 +126,7 @@ def _own(job: Job, path: str | None) -> str:
 
 
 def _not_read(left: Unread | None) -> list[str]:
-    """Tells which data are not read, if any. Raises ConfigError if they are most of the bytes."""
+    """Tells which data are not read, if any. Raises ConfigError if the unread files have most of the bytes."""
     if left and left.is_most:
         raise ConfigError(f"most of the data is {left}")
     return [str(left)] if left else []
@@ -164,7 +165,7 @@ def disk(job: Job) -> str:
 
 
 def memory(job: Job) -> str:
-    """Memory of a dry run of rank 0, against that of the device."""
+    """The memory that rank 0 needs in a dry run fits its device."""
     command = [sys.executable, "-P", "-m", "components.commands.dry_run", "--json", *job.argv]
     command += ["--comm.mode", "fake_backend"]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
@@ -243,7 +244,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "port": port,
     "clock": clock,
 }
-"""Checks that follow that of the configuration, in this order. Each returns its finding, or raises ConfigError."""
+"""The checks after the check of the configuration, in their order. Each returns its finding, or raises ConfigError."""
 NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
 """Check -> the check that it needs."""
 

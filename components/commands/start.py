@@ -169,6 +169,7 @@ def check_initial_weights(config: JobConfig) -> None:
 
         check_adapters(meta_model(config.model), config.model.lora, Path(config.model.lora.initial_load_path))
     checkpoint = config.checkpoint
+    grown = config.model.vocab_size > 0 and not config.model.lora.rank  # adapters would never train the new rows
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return
     from components.state.weights import check_weights
@@ -177,10 +178,11 @@ def check_initial_weights(config: JobConfig) -> None:
     path, wanted = Path(checkpoint.initial_load_path), config.model
     if wanted.rope_scaling.rope_type:  # the weights may have the flavor's own scaling
         with contextlib.suppress(ConfigError):
-            check_weights(meta_model(published := dataclasses.replace(wanted, rope_scaling=RopeScaling())), path)
+            published = dataclasses.replace(wanted, rope_scaling=RopeScaling())
+            check_weights(meta_model(published), path, grown)
             wanted = published
     try:
-        quantized = check_weights(meta_model(wanted), path)
+        quantized = check_weights(meta_model(wanted), path, grown)
     except ConfigError as error:
         raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
     if quantized != checkpoint.initial_load_in_hf_quantized:

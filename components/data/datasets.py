@@ -100,5 +100,6 @@ def _own_validation(config: JobConfig) -> PackedSequences:
 def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
     tokenizer = config.model.hf_assets_path, config.training.dataset_separator
     if found > most and (found := load_tokenizer(*tokenizer).rows) > most:
-        reason = f"{found} tokens, but {config.model.name} {config.model.flavor} has a table of {most}"
+        table = f"{config.model.name} {config.model.flavor} has a table of {most}; model.vocab_size = {found} grows it"
+        reason = f"{found} tokens, but {table}"
         raise ConfigError(mistake(config, "model.hf_assets_path", reason))

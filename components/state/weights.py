@@ -32,6 +32,8 @@ from parallelize.together import read_together, together
 _FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
 _SHOWN = 8
 """Maximum number of misfits of one kind that a message lists."""
+TABLES = ("tok_embeddings.weight", "output.weight")
+"""Parameters with a row for each token."""
 _AT_ONCE = 1 << 24
 """Elements of tied matrices that are compared at once."""
 
@@ -144,10 +146,10 @@ def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def check_weights(model: HuggingFaceModel, path: Path) -> bool:
+def check_weights(model: HuggingFaceModel, path: Path, grown: bool = False) -> bool:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model.
 
-    Returns whether the folder has weights in low precision.
+    grown: the folder's tables of tokens may have fewer rows. Returns whether the folder has weights in low precision.
     """
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
@@ -156,10 +158,12 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
     folder = Folder(path)
     there = folder.shapes()
     missing = [f"{name} is missing" for name in wanted if name not in there]
+    tables = {_part(model.hf_name(name)).name for name, _ in model.named_parameters() if grown and name in TABLES}
+    smaller = {name for name in tables & there.keys() if (there[name][0] < wanted[name][0])}
     other = [
         f"{name} is {there[name]} there and {shape} here"
         for name, shape in wanted.items()
-        if there.get(name, shape) != shape
+        if there.get(name, shape)[name in smaller :] != shape[name in smaller :]
     ]
     tied = {_part(model.hf_name(name)).name: _part(model.hf_name(first)).name for name, first in tied_names(model)}
     other += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
@@ -171,6 +175,8 @@ def check_weights(model: HuggingFaceModel, path: Path) -> bool:
     misfits = [line for lines in (missing, other, extra) for line in _first_few(lines)]
     config_file = path / "config.json"
     given = read_json_as(dict[str, Any], config_file) if config_file.exists() else {}
+    if smaller and "vocab_size" in given:
+        given |= {"vocab_size": wanted[min(smaller)][0]}
     misfits += [f"config.json: {misfit}" for misfit in (model.hf_misfits(given) if given else ())]
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
@@ -242,8 +248,10 @@ def _fill_one(parameter: Tensor, part: Part, folder: Folder) -> None:
 
 
 def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) -> None:
+    """Fills all of the target, or the first rows where the folder's table of tokens has fewer."""
     if target.numel():
-        target.copy_(part.turned(folder.read(part.name, part.where(where))))
+        found = part.turned(folder.read(part.name, part.where(where)))
+        target[: len(found)].copy_(found)
 
 
 def export(
