@@ -148,7 +148,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
 
 
 def local_order(run: Run, consumed_sequences: int) -> GlobalOrder:
-    """Numbers of this rank's sequences from a position of the data order on; equal on ranks that share sequences."""
+    """Indices of this rank's sequences, from a position in the data order on; equal on ranks that share sequences."""
     seed, size = run.config.debug.seed, run.config.training.local_batch_size
     rank, ranks = batch_rank(run.mesh), run.degrees.batch_ranks
     return GlobalOrder(run.train_set, seed, run.global_batch_size, size, rank, ranks, consumed_sequences)
@@ -287,7 +287,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
 
 
 def main(config: JobConfig) -> int:
-    """One rank from start to end, of a job that check_layout accepts; returns its exit code."""
+    """Run one rank from start to end; returns its exit code. check_layout has accepted the job."""
     stop = StopSignal()
     keep_freed_memory()
     device = init_distributed(config.comm.init_timeout_seconds, config.comm.share_gpus)

@@ -125,7 +125,7 @@ def _mask_of_the_device(visible: Visible) -> Any:
 
 
 # Up to this many keys, a CPU uses _plain, which is faster there than the fused kernel (tests/benchmarks/attention.py).
-# But _plain saves half of the probabilities for backward.
+# _plain uses more memory, because it saves half of the probabilities for backward.
 _PLAIN_ATTENTION_UP_TO = {torch.float32: 256, torch.bfloat16: 512}
 
 
@@ -147,7 +147,7 @@ class Visibility(nn.Module):
     padding = 0
     """Number of padding tokens at the end of a training sequence."""
     padded_rows = False
-    """Rows have padding of their own: their tokens at position -1."""
+    """Each row has padding of its own: the tokens at position -1."""
 
     def forward(self, positions_BS: Tensor, document_ids_BS: Tensor | None, window: int | None = None) -> Visible:
         """The Visible, prepared by the kernel, for layers with this window (None: no window)."""
@@ -212,4 +212,4 @@ def raise_to_largest_logit(
 
 
 _LOGITS_AT_A_TIME = {"cpu": 2**20, "cuda": 2**26}
-"""Device type -> logits per product. A CPU's fill about one cache; 128 MiB in bfloat16 keep a GPU busy."""
+"""Device type -> logits per product. A CPU's fill about one cache. A GPU's, 128 MiB in bfloat16, keep the GPU busy."""

@@ -47,7 +47,7 @@ class TransformerConfig:
     full_every: int = 0
     """Layers whose number, counted from 1, is a multiple of full_every have no window; 0: all layers have it."""
     window_rope_theta: float | None = None
-    """rope_theta of layers with a window, which then have no RoPE scaling; None: their RoPE is that of other layers."""
+    """rope_theta of layers with a window, which then have no RoPE scaling; None: all layers have the same RoPE."""
     frozen: tuple[str, ...] = ()
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
@@ -85,7 +85,7 @@ class TransformerConfig:
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)
 
     def keys_seen(self, layer: int, seq_len: int) -> tuple[float, float]:
-        """Keys per query, counted in two ways: all keys, at most the window (PaLM), and the mean of visible keys."""
+        """Keys per query, counted twice: all keys, or the window if smaller (PaLM); and the mean of visible keys."""
         if self.window is None or not self.has_window(layer) or self.window >= seq_len:
             return seq_len, seq_len / 2
         return self.window, self.window - self.window * (self.window - 1) / (2 * seq_len)

@@ -243,8 +243,8 @@ class LatentAttention(nn.Module):
             q = q * self.query_factor
         k = torch.cat((k_BSHN, k_BS1P.expand(-1, -1, k_BSHN.shape[2], -1)), dim=-1)
         # Values are padded with zeros to the width of keys, because all kernels, ring attention, sequence splits and
-        # generation take equal widths. Padding 128 to 192 makes products with values half as expensive again, and
-        # attention as a whole a fifth more expensive.
+        # generation take equal widths. Padding 128 to 192 makes products with values 50% more expensive, and
+        # attention as a whole 20% more expensive.
         v = F.pad(v_BSHW, (0, config.head_dim - config.v_dim))
         out_BSHK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible).transpose(1, 2)
         return self.wo(out_BSHK[..., : config.v_dim].flatten(2))
@@ -299,11 +299,11 @@ class DeepseekV3(MixtureTransformer):
         return "" if is_absent else super().hf_name(name)
 
     def hf_ignores(self, there: str) -> bool:
-        """Also ignores the layer that published files have after the last one, which predicts a second token."""
+        """Also ignores the multi-token-prediction layer, which published files have after the last layer."""
         return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
 
     def hf_config(self) -> dict[str, Any]:
-        """The content of config.json, which says that no layer predicts a second token."""
+        """The content of config.json, which declares no multi-token-prediction layer."""
         return super().hf_config() | {"num_nextn_predict_layers": 0}
 
 

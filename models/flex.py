@@ -89,8 +89,8 @@ def _run(q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Any:
 def _compiled() -> Any:
     """The compiled flex_attention; on a GPU the kernel exists only compiled.
 
-    Each combination of shape, window and first query's position compiles one kernel: a ring of 4 ranks with a window
-    needs 12. torch allows 8 by default, and silently computes whole scores in float32 after that.
+    One kernel is compiled per combination of shape, window and first query's position. A ring of 4 ranks with a window
+    needs 12. torch compiles 8 by default, and after that silently materializes all scores in float32.
     """
     from torch.nn.attention.flex_attention import flex_attention
 

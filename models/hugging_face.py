@@ -81,7 +81,7 @@ class Part(NamedTuple):
     first: int = 0
     """The index, along the tensor's last dimension, of the parameter's first column."""
     step: int = 1
-    """Distance of the parameter's columns in the tensor, which interleaves `step` parameters of equal shape."""
+    """Stride of the parameter's columns in the tensor, which interleaves `step` parameters of equal shape."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, given the parameter's shape."""
@@ -131,7 +131,7 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
     scaling = config.rope_scaling
     rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
     if rope is None and any("rope_scaling" in defaults for defaults in config.hf_defaults.values()):
-        rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # transformers takes null for its default
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # null means transformers' default scaling
     return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_derived}
 
 
@@ -162,7 +162,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     unsupported += [
         f"{name} = {value}"
         for name, value in fixed.items()
-        if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null is no, and is []
+        if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null means false, or []
     ]
     if rope_type not in ("default", *_SCALING):
         unsupported.append(f"rope_type = {rope_type}")

@@ -73,7 +73,7 @@ class AdaptedLinear(FrozenLinear):
             return low_rank(x_BSK, lora_A, lora_B, self.scale)
         columns = torch.arange(first, first + x_BSK.shape[-1], device=x_BSK.device)
         bits = mixed(self.dropout_keys_BS[..., None] + columns, self.key)
-        dropped = bits < round((self.dropout - 0.5) * 2**64)  # the share `dropout` of all int64
+        dropped = bits < round((self.dropout - 0.5) * 2**64)  # a fraction `dropout` of all int64 values
         return low_rank(x_BSK.masked_fill(dropped, 0), lora_A, lora_B, self.scale / (1 - self.dropout))
 
 

@@ -35,7 +35,7 @@ ChunkLoss = Callable[..., tuple[list[Tensor], Tensor]]
 """(logits (T, V), labels (T,), **columns (T,)) -> [summed loss, *logged sums], and the loss's gradient (T, V)."""
 
 CHUNK = {"cpu": (256, 2**23), "cuda": (2048, 2**29)}
-"""Device type -> (tokens, bytes of float32 logits). A chunk has these tokens, or more if more fill the bytes.
+"""Device type -> (fewest tokens of a chunk, bytes of float32 logits). More tokens are taken if they fit the bytes.
 
 On a CPU the bytes are about one cache (tests/benchmarks/loss.py). On a GPU the bytes keep the device busy; smaller
 chunks would add to the weight's gradient more often.
@@ -127,7 +127,8 @@ class _LinearLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor, *grad_logged: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # The scale is float32 and has no dimensions: it is not rounded, and the product keeps its type.
+        # The scale is float32 and has no dimensions. Products therefore keep the dtype of the gradients, and the scale
+        # is not rounded.
         return (
             None if grad_hidden is None else grad_hidden * scale,
             None if grad_weight is None else (grad_weight * scale).to(ctx.weight_dtype),

@@ -1,8 +1,8 @@
 """NF4 (arXiv:2305.14314, appendix E): frozen weights in 4 bits. A number is one of 16 levels, times its block's scale.
 
 A packed tensor is uint8; it has the name and the leading dimensions of the unpacked tensor. Along the last dimension, a
-block of 64 numbers becomes 34 bytes: 32 bytes of codes, where the first code of two is in the lower half, and the scale
-in bfloat16. No shard cuts a block, so a rank that packs its shard gets the same bytes as the packed whole tensor has.
+block of 64 numbers becomes 34 bytes: 32 bytes of codes, then the scale in bfloat16. A byte has two codes, the first in
+the lower 4 bits. No shard cuts a block, so a packed shard has the same bytes as its part of the packed whole tensor.
 """
 
 from typing import Any

@@ -1,7 +1,7 @@
 """The layout of adapters in a PEFT folder: names, shapes and settings (PEFT 0.21, transformers 5).
 
 In PEFT the experts of a layer have two parameters, gate_up_proj and down_proj. PEFT fuses gate and up: two rank-r
-adapters become one of rank 2 r with block-diagonal B, which is 0 between the ranks of one and the rows of the other.
+adapters become one of rank 2 r, whose B is block-diagonal.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Activation checkpointing: backward computes activations again, which forward does not keep (arXiv:1604.06174).
+"""Activation checkpointing: forward keeps few activations, and backward recomputes the others (arXiv:1604.06174).
 
 A layer's `forward` is wrapped and not the layer, so that no parameter changes its name.
 """
@@ -24,7 +24,7 @@ def apply_activation_checkpoint(model: nn.Module, config: ActivationCheckpoint, 
         from torch._functorch import config as functorch
 
         functorch.activation_memory_budget = config.memory_budget
-        functorch.unsafe_treat_script_objects_as_zero_size = True  # they are process groups
+        functorch.unsafe_treat_script_objects_as_zero_size = True  # the script objects are process groups
     if config.mode in ("none", "memory_budget"):
         return
     per_op = config.mode == "selective" and config.selective_ac_option == "op"
@@ -69,7 +69,7 @@ class _ForTwoBackwards(dict[int, Any]):
 
 
 def _keep_costly_results(splits_backward: bool) -> Any:
-    """Contexts of one forward and its recomputation: every second product is computed again, attention is not."""
+    """Contexts of one forward and its recomputation. Every second product is recomputed; attention is not."""
     products = {False: 0, True: 0}
 
     def policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -81,7 +81,7 @@ def _keep_costly_results(splits_backward: bool) -> Any:
 
     contexts = create_selective_checkpoint_contexts(policy)
     if splits_backward:
-        contexts[0].storage.default_factory = _ForTwoBackwards  # of both contexts
+        contexts[0].storage.default_factory = _ForTwoBackwards  # both contexts share the storage
     return contexts
 
 

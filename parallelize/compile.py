@@ -34,11 +34,12 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     functorch.donated_buffer = not splits_backward(parallelism)
-    # Training has one shape and validation another. Each gets a graph, because graphs of any shape compile longer.
+    # Training has one shape and validation another. Each gets a graph, because dynamic shapes compile longer.
     how: dict[str, Any] = {"backend": config.backend, "dynamic": False}
     if "model" in config.components:
         if parallelism.enable_async_tensor_parallel:
-            # inductor cuts products and collectives into overlapping pieces. Never run, because it needs several GPUs.
+            # inductor cuts products and collectives into overlapping pieces. This path was never run, because it needs
+            # several GPUs.
             from torch._inductor import config as inductor
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -124,7 +124,7 @@ class _UlyssesCore(_Core):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, sinks_H: Tensor | None = None) -> Tensor:
         ranks = self.cp.size()
-        if sinks_H is not None:  # FSDP, whose ranks those of cp are, adds up the gradients of all heads
+        if sinks_H is not None:  # FSDP sums the gradients of all heads, because its ranks include those of cp
             sinks_H = sinks_H.chunk(ranks)[self.cp.get_local_rank()]
         if k.shape[1] < ranks:
             k, v = (tensor.repeat_interleave(ranks // tensor.shape[1], dim=1) for tensor in (k, v))

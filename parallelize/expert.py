@@ -37,7 +37,7 @@ def has_experts(model: nn.Module) -> bool:
 
 
 def expert_shards(mesh: Mesh, shards: DeviceMesh) -> DeviceMesh:
-    """The mesh over whose last dimension FSDP shards the weights of experts. shards: the same mesh for other weights.
+    """The mesh over whose last dimension FSDP shards the weights of experts. shards: FSDP's mesh for other weights.
 
     Called by all ranks, also by those whose stages have no layer, because all ranks have to make the meshes of experts.
     """
@@ -104,7 +104,7 @@ def _share_out(experts: Experts, ep: DeviceMesh) -> None:
 
 
 class Sent(NamedTuple):
-    """How the rows of a layer were exchanged, to bring them back."""
+    """Sizes and order of an exchange of rows, by which combine sends the rows back."""
 
     sizes: list[int]
     """Rows sent to each rank."""
@@ -162,7 +162,7 @@ def balance(stages: list[nn.Module], mesh: Mesh, speed: float, accepted: Tensor)
     for block, rows_E in zip(blocks, rows, strict=True):
         block.rows_E = None
         if speed:
-            _, bias = local_part(block.mixture.router.bias.detach())  # the whole, as every rank has it
+            _, bias = local_part(block.mixture.router.bias.detach())  # the whole bias, which every rank has
             direction = (rows_E.sum() - rows_E * len(rows_E)).sign()
             bias.add_((direction * accepted).to(bias.device), alpha=speed)
     return rows
@@ -179,7 +179,7 @@ def to_host(sizes: Tensor, rows: int) -> list[list[int]]:
 class MixtureOfParts(ParallelStyle):
     """A mixture whose ranks each route their part of the sequence. Shared experts are split like a feed-forward layer.
 
-    A layer without experts, which may be among the others, has a feed-forward in this place.
+    Some layers may have a feed-forward instead of a mixture; this style splits the feed-forward too.
     Takes and gives hidden states (B, S, D) in the layout `hidden`: split along S, or the same on all ranks.
     """
 

@@ -44,8 +44,8 @@ def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.de
             local_rank %= gpus
         device = torch.device("cuda", local_rank)
     backend = cpu_backend()
-    if not os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):  # its older name
-        set_default("TORCH_FR_BUFFER_SIZE", "500")  # the flight recorder's: for gloo torch's default is 0
+    if not os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the variable's older name
+        set_default("TORCH_FR_BUFFER_SIZE", "500")  # of the flight recorder; torch's default for gloo is 0
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = f"cpu:{backend},cuda:nccl"
@@ -77,7 +77,7 @@ def _make_gloo(asked: Any, _: object) -> dist.ProcessGroupGloo:
 
 @functools.cache
 def _gloo_devices(interfaces: str) -> list[Any]:
-    """gloo's devices. All groups share them, because each has a thread that wakes up a hundred times a second.
+    """gloo's devices. All groups share them, because each device has a thread that wakes up a hundred times a second.
 
     If another thread holds a connection's lock, the device's thread polls until the lock is released. As SCHED_BATCH it
     does not preempt the lock's holder when a message comes.

@@ -97,7 +97,7 @@ def _nearest(given: dict[str, int], world_size: int) -> list[str]:
 
 
 def global_batch_size(config: JobConfig, degrees: Degrees) -> int:
-    """Sequences of one optimizer step: as set; by default local_batch_size on every batch rank."""
+    """Sequences per optimizer step: training.global_batch_size, by default local_batch_size on every batch rank."""
     if config.training.global_batch_size != -1:
         return config.training.global_batch_size
     return config.training.local_batch_size * degrees.batch_ranks
@@ -122,7 +122,7 @@ class Mesh:
         sizes = sizes | {"pp": degrees.pp} if pipeline_first else {"pp": degrees.pp} | sizes
         sizes |= {"tp": degrees.tp}
         self._weights = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-        fsdp = tuple(sizes).index("fsdp")  # torch 2.11 refuses a name
+        fsdp = tuple(sizes).index("fsdp")  # torch 2.11 accepts no name here
         self._batch = self._weights._unflatten(fsdp, (degrees.dp_shard, degrees.cp), ("dp_shard", "cp"))
         self._slices: dict[str | tuple[str, ...], DeviceMesh] = {}
         self._made: dict[str, DeviceMesh] = {}
@@ -151,7 +151,7 @@ class Mesh:
         return self._made[names[-1]]
 
     def groups(self) -> dict[str, ProcessGroup]:
-        """This rank's process group by dimension. Those of experts and holders are there only once made."""
+        """This rank's process group by dimension. Groups of experts and holders are absent before they are made."""
         names = ["pp", "dp_replicate", "fsdp", "dp_shard", "cp", "tp"]
         names += [name for name in ("efsdp", "ep", "holders") if name in self._made]
         return {name: self[name].get_group() for name in names}
@@ -165,8 +165,8 @@ class Mesh:
 def draw_layout(degrees: Degrees, pipeline_first: bool = False) -> str:
     """A drawing of the mesh, as lines of text: a pair of brackets holds the ranks along the innermost dimension.
 
-    The two innermost dimensions larger than 1 make a row; each place in the outer dimensions has its row. With expert
-    parallel a second drawing shows the same ranks, as they share experts.
+    The two innermost dimensions larger than 1 make a row; each index into the outer dimensions has its row. With expert
+    parallel a second drawing shows the same ranks as efsdp x ep.
     """
     order = ("dp_replicate", "dp_shard", "cp", "pp", "tp") if pipeline_first else tuple(_KEYS)
     used = [name for name in order if getattr(degrees, name) > 1]

@@ -5,8 +5,9 @@
 - sequence splits of a pipeline: such a multiple for each part
 - micro-batches: no padding, because rules refuse a batch that the number of micro-batches does not divide
 
-Padding has no label, position -1, and a document of its own if there are documents. Causal attention hides it from all
-tokens of the sequence. Experts and the largest attention logit skip it. The divisor and the data order do not count it.
+Padding tokens have no label, and their position is -1. If there are documents, the padding is a document of its own.
+Causal attention hides padding from all tokens of the sequence. Experts and the largest attention logit skip it. The
+divisor and the data order do not count it.
 """
 
 from __future__ import annotations

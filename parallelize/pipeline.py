@@ -93,7 +93,7 @@ class Pipeline:
             stage: rank for rank in range(pp.size()) for stage in stages_of_rank(parallelism, rank, self._count)
         }
         if device.type == "cuda":
-            # All ranks make the group's NCCL communicator in its first call, because later calls may be of two alone.
+            # All ranks make the group's NCCL communicator in its first call, because later calls may be of two ranks.
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)
         mine = stages_of_rank(parallelism, pp.get_local_rank(), self._count)
         self._modules = dict(zip(mine, stages, strict=True))

@@ -1,4 +1,4 @@
-"""The runner of a rank: one process's model or a pipeline, which answer the same two calls."""
+"""The runner of a rank: the whole model in one process, or a pipeline. Both answer the same two calls."""
 
 from typing import Protocol
 

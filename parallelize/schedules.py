@@ -32,7 +32,7 @@ class Schedule:
     splits_backward: bool = False
     """Gradients of inputs and gradients of weights are computed apart."""
     lacks: Callable[[int, int, int], str] = lambda count, pp, stages: ""
-    """(micro-batches, ranks, stages) -> the number of micro-batches that it needs, in words; empty if they will do."""
+    """(micro-batches, ranks, stages) -> how many micro-batches the schedule needs, in words; empty if that many fit."""
 
     @property
     def one_stage(self) -> bool:

@@ -29,7 +29,7 @@ def split_like(parameter: Tensor, local: Tensor, shape: Sequence[int]) -> Tensor
     size = torch.Size(shape)
     mesh, stride = parameter.device_mesh, torch.empty(size, device="meta").stride()
     whole = DTensor.from_local(local, mesh, parameter.placements, run_check=False, shape=size, stride=stride)
-    return whole.to(local.device)  # it may be on the host, from where from_local moves to the mesh's device
+    return whole.to(local.device)  # from_local moves a tensor on the host to the mesh's device
 
 
 class Slice(NamedTuple):
@@ -99,7 +99,7 @@ def on_host(tensor: Tensor) -> Tensor:
     """A copy in the host's memory, split as the tensor is; pinned if it comes from a GPU."""
     copy = tensor.to("cpu", copy=True)
     if tensor.is_cuda:
-        _, local = local_part(copy)  # with gradients it would be another tensor's view
+        _, local = local_part(copy)  # with gradients enabled, to_local would return a view
         local.set_(local.pin_memory())  # type: ignore[call-overload]
     return copy
 

@@ -45,7 +45,7 @@ def actions(name: str, pp: int, micro_batches: int, stages_a_rank: int = 2) -> O
         orders = [_steps(made.pipeline_order[rank]) for rank in range(pp)]
     finally:
         dist.destroy_process_group()
-    # torch runs one-stage schedules without their tables. 1F1B's begins the last rank's forwards at micro-batch 1.
+    # torch runs one-stage schedules without their tables. 1F1B's table numbers the last rank's forwards from 1.
     return [_forwards_from_0(order) for order in orders] if schedule.one_stage else orders
 
 

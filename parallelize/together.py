@@ -42,7 +42,7 @@ def _group(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def read_together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
-    """Like together, for actions that only read. A failed read raises ConfigError; the file need not be damaged."""
+    """Like together, for actions that only read. A failed read raises ConfigError, but the file may be intact."""
     try:
         return together(action, first_only, group)
     except OSError as error:

@@ -20,7 +20,7 @@ class Wrapping:
 
 
 def wrapping_of(config: JobConfig, degrees: Degrees, experts: bool) -> Wrapping:
-    """One rank gathers and reduces nothing, so that its weights are wrapped in four cases only.
+    """A single rank gathers and reduces nothing, so its weights are wrapped in four cases only.
 
     - weights are offloaded
     - in a pipeline, whose micro-batches share the conversion to bfloat16
@@ -37,7 +37,8 @@ def wrapping_of(config: JobConfig, degrees: Degrees, experts: bool) -> Wrapping:
     converts = _precisions(config) != {training.mixed_precision_param}
     wrapped = degrees.dp_replicate * max(shards, of_experts) > 1 or training.enable_cpu_offload or adds_up
     wrapped = wrapped or (converts and (degrees.pp > 1 or reshard == "always"))
-    # Each micro-batch of a pipeline would gather all weights again, and replicas would convert them again for backward.
+    # Freed weights would be gathered again for each micro-batch of a pipeline. Replicas would convert freed weights
+    # again for backward.
     kept = shards == 1 and converts and not training.enable_cpu_offload
     if reshard == "default" and (degrees.pp > 1 or kept):
         reshard = "never"

@@ -1,4 +1,4 @@
-"""Chats from a book of assets/kjv: a user begins a verse, the assistant ends it; one to three verses a chat.
+"""Chats from a book of assets/kjv. The user begins a verse, and the assistant ends it; a chat has 1 to 3 verses.
 
 python assets/chats/from_verses.py assets/kjv/19-psalms.txt > assets/chats/psalms.jsonl
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def main(book: Path) -> None:
-    """Print a chat a line, of the verses that have a pause."""
+    """Print one chat per line, made of the verses that have a pause."""
     verses = [line for line in book.read_text(encoding="utf-8").splitlines() if re.search(r"[:;] ", line)]
     number = at = 0
     while at < len(verses):

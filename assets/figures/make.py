@@ -1,4 +1,4 @@
-"""Draw the figures of docs/: python -m assets.figures.make. They are of layouts of two or four ranks, and of models."""
+"""Draw the figures of docs/: python -m assets.figures.make. They show layouts on two or four ranks, and models."""
 
 import json
 from itertools import pairwise
@@ -20,7 +20,7 @@ RANKS = ("#2f6fb5", "#e08a1e", "#3f9a5b", "#8e5aa8")
 """A colour for each rank."""
 INK, GREY, SENT = "#1f2328", "#8c959f", "#c62f3b"
 Box = tuple[float, float, float, float]
-"""Left, bottom, width, height: of a tensor, from 0 to 1."""
+"""(left, top, width, height) of a part, as fractions of its tensor."""
 WHOLE: Box = (0, 0, 1, 1)
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
 """Behind words that lie on lines."""
@@ -54,7 +54,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], colo
 def tensor(
     axes: Axes, x: float, y: float, size: tuple[float, float], held: Box, colour: str, partial: bool = False
 ) -> None:
-    """A tensor as a dashed frame, with the part of it that a rank holds filled; hatched, where it is a partial sum."""
+    """A tensor as a dashed frame. The part that a rank holds is filled, or hatched if it is a partial sum."""
     width, height = size
     left, top, across, down = held[0] * width, held[1] * height, held[2] * width, held[3] * height
     axes.add_patch(Rectangle((x, y), width, height, facecolor="white", edgecolor=GREY, linestyle=(0, (3, 2))))
@@ -130,7 +130,7 @@ def draw_context_parallel() -> Figure:
 
 
 def _draw_grid(axes: Axes, x: float, y: float, name: str, owners: tuple[int, ...]) -> None:
-    """Causal attention, coloured by the rank that has the query; and the share of the work that each rank has."""
+    """Causal attention, coloured by the rank that has the query, and each rank's share of the work."""
     cell = 0.57
     side = cell * len(owners)
     text(axes, x + side / 2, y - 0.12, f'context_parallel_load_balancer = "{name}"', 13, weight="bold")
@@ -233,13 +233,13 @@ def _draw_ulysses(axes: Axes, x: float, y: float) -> None:
 
 
 SEQUENCE, LAYERS = 8192, 12
-"""What draw_visible shows: the tokens of a sequence, and the first layers."""
+"""Length of the sequence, and number of first layers, that draw_visible shows."""
 
 
 def visible_rows() -> list[tuple[str, str, list[int]]]:
-    """(models, the keys that a query sees in words, and the most that it sees in each of the first layers).
+    """(models, visible keys of a query in words, the most visible keys in each of the first layers).
 
-    Of the published sizes, whose names begin with a digit. Those of a family that see the same are named together.
+    The rows cover published sizes, whose names begin with a digit. Sizes that see the same keys share a row.
     """
     rows: dict[tuple[str, tuple[int, ...]], list[str]] = {}
     for family, (_, flavors) in MODELS.items():
@@ -253,7 +253,7 @@ def visible_rows() -> list[tuple[str, str, list[int]]]:
 
 
 def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
-    """The keys that a query sees in words, and the most in each layer."""
+    """The visible keys of a query in words, and the most visible keys in each layer."""
     if config.window is None:
         return "all up to\nits own", (SEQUENCE,) * LAYERS
     words = f"the last {config.window:,}" + (f",\nall in 1 layer of {config.full_every}" if config.full_every else "")
@@ -261,7 +261,7 @@ def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
 
 
 def draw_visible() -> Figure:
-    """The keys that queries see in each layer, of models that see the same."""
+    """The keys that queries see in each layer. Models that see the same keys share a row."""
     rows, cell, left, top = visible_rows(), 0.78, 2.75, 1.5
     heights = [max(0.92, 0.3 * len(models.splitlines())) for models, _, _ in rows]
     figure, axes = canvas(15.2, top + sum(heights) + 0.25)

@@ -1,4 +1,4 @@
-"""Write the King James Bible, a text file a book; first: apt-get install bible-kjv bible-kjv-text."""
+"""Write the King James Bible, one text file per book, after apt-get install bible-kjv bible-kjv-text."""
 
 import re
 import subprocess

@@ -53,7 +53,7 @@ _COLLECTIVES = {
 }
 """Operations of torch, in the names that docs/ use."""
 _FILLS = ("copy_", "split_with_sizes_copy")
-"""Operations by which FSDP puts a gathered weight in its place, the first time and all later times."""
+"""Operations that write a gathered weight to its place, in FSDP's first gather and in all later ones."""
 
 
 HIGHEST = "in all, at the highest point"
@@ -71,14 +71,14 @@ def init_fake_group() -> torch.device:
 class Meter(TorchDispatchMode):
     """Counts the bytes of live tensors, and those that collectives send in each dimension of the mesh.
 
-    A collective counts with the whole buffer that it fills or sums on this rank.
+    The bytes of a collective are those of the whole buffer that it fills or sums on this rank.
     """
 
     def __init__(self, mesh: Mesh | None, tensors: Any = ()) -> None:
         """tensors: those that exist already, in nested lists. Without a mesh no message is counted."""
         super().__init__()
         groups = mesh.groups() if mesh else {}
-        # If only one of dp_shard and cp is above 1, its group is fsdp's too, and takes the name fsdp.
+        # If only one of dp_shard and cp is above 1, fsdp has the same group, which takes the name fsdp.
         order = ("holders", "ep", "efsdp", "pp", "tp", "cp", "dp_shard", "fsdp", "dp_replicate")
         named = ((name, groups[name]) for name in order if name in groups)
         self._dimensions = {group.group_name: name for name, group in named if group.size() > 1}
@@ -88,12 +88,12 @@ class Meter(TorchDispatchMode):
         """(dimension, kind): number and bytes."""
         self._sizes: dict[int, int] = {}
         self._filled: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Storages that may be freed without an operation, because FSDP resizes those of gathered weights to 0."""
+        """Storages of gathered weights, which FSDP frees without an operation: it resizes them to 0."""
         self._keep(tensors)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, as what it does to local tensors
+            return NotImplemented  # DTensor dispatches the operation again, on local tensors
         result = function(*args, **(kwargs or {}))
         if self.paused:
             return result
@@ -106,7 +106,7 @@ class Meter(TorchDispatchMode):
         return result
 
     def note_update(self, *args: object) -> None:
-        """Notes the peak before the optimizer's step, which on fake tensors copies all that it changes."""
+        """Notes the peak before the optimizer's step, because this step copies all fake tensors that it changes."""
         self.peak_before_update = self.peak
 
     def _keep(self, values: Any, may_be_freed: bool = False) -> None:
@@ -114,7 +114,7 @@ class Meter(TorchDispatchMode):
             if isinstance(value, Tensor):
                 storage = getattr(value, "_local_tensor", value).untyped_storage()
                 key = storage._cdata
-                is_new = key not in self._sizes  # and no view
+                is_new = key not in self._sizes  # and not a view of a known storage
                 if is_new:
                     self._sizes[key] = 0
                     weakref.finalize(storage, self._drop, key)
@@ -157,7 +157,7 @@ class Meter(TorchDispatchMode):
 
 
 class _Rehearsal(Meter):
-    """Answers what a step reads from tensors: all stages of the pipeline know their shapes; no token is padding."""
+    """Answers when a step reads values of tensors: every pipeline stage knows its shapes, and no token is padding."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
@@ -197,7 +197,7 @@ class _Pause:
 def _pretences(meter: Meter) -> Iterator[None]:
     """A context in which a step on fake tensors has few operations, and a GPU's memory.
 
-    - An update is one piece, because in a CPU's chunks a large model's update would be a million operations.
+    - Updates are not split into a CPU's chunks, because a large model's chunks would be a million operations.
     - Experts are balanced.
     - The loss takes a GPU's chunks of tokens, because a CPU's chunks take less memory.
     - DTensor learns the shape of a new operation's result on fake tensors of global shapes. The meter does not count
@@ -237,7 +237,7 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
 
 
 def held(run: train.Run, meter: Meter) -> dict[str, int]:
-    """Bytes that this rank would hold at the highest point of any step but the first, by kind and in all.
+    """Bytes that this rank would hold at the highest point of any step but the first, by kind and in total.
 
     Bytes that are only in the host's memory come last.
     """
@@ -261,7 +261,7 @@ class DryRun:
     rank: int
     ranks: int
     memory: dict[str, int]
-    """Bytes at the highest point of a step, by kind; HIGHEST is their sum, and the host's memory comes after it."""
+    """Bytes at the highest point of a step, by kind. HIGHEST is the sum. The host's memory, if any, is not summed."""
     messages: list[tuple[str, str, int, int]]
     """(dimension of the mesh, kind, number, bytes) in a step."""
 

@@ -41,7 +41,7 @@ from parallelize.mesh import Degrees, Mesh
 from parallelize.rules import check_model
 from parallelize.rules.sizes import uneven
 
-_CHUNK_TOKENS = 512  # of a prompt at a time: the head computes logits of each
+_CHUNK_TOKENS = 512  # of a prompt in one forward, because the head computes logits for every token
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Source:
     separator: str = "auto"
     """training.dataset_separator of the run."""
     chat: Chat | None = None
-    """How the run shows chats; None if it has seen none."""
+    """Chat settings of the run; None if the run was not trained on chats."""
 
 
 def open_source(folder: Path, step: int | None, tokenizer: str | None = None) -> Source:
@@ -124,7 +124,7 @@ def build(source: Source, device: torch.device, dtype: torch.dtype) -> nn.Module
     whole = source.model.to(dtype)
     for module in whole.modules():
         if isinstance(module, Router):
-            module.float()  # as in training: close scores would be equal
+            module.float()  # as in training, because fewer bits would make close scores equal
     (model,) = parallelize_model(source.name)(whole, mesh, config)
     model.to_empty(device=device)
     model.tie_weights()
@@ -143,7 +143,7 @@ def check_ranks(sizes: Any, ranks: int) -> None:
 class CachedCore(AttentionCore):
     """Attention of new tokens to all tokens so far; keeps their keys and values (B, G, T, K).
 
-    No kernel is compiled, because each token sees another number of keys.
+    No kernel is compiled, because the number of keys changes with each token.
     """
 
     kernel = KERNELS["sdpa"]
@@ -220,7 +220,8 @@ def continue_text(
 ) -> Iterator[str]:
     """The text that follows a prompt, in pieces: count tokens, or up to the end-of-text token.
 
-    The text depends on seed and prompt, not on earlier prompts. Raises ConfigError if there is no first token.
+    The text depends on seed and prompt, not on earlier prompts. Raises ConfigError for an empty prompt if the tokenizer
+    has no token that begins a text.
     """
     ids = [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(prompt)]
     if not ids:

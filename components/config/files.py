@@ -79,7 +79,7 @@ def refuse_pointer(path: Path, content: bytes = b"") -> None:
 
     content: the bytes already read from the file; if there are none, a file below 1 KiB is read here.
     """
-    with contextlib.suppress(OSError):  # whoever reads the file will say so
+    with contextlib.suppress(OSError):  # a later read of the file reports the error
         if not content and path.is_file() and path.stat().st_size < 1024:
             content = read_regular(path)
     if content.startswith(b"version https://git-lfs.github.com/spec/"):

@@ -12,7 +12,7 @@ class Unavailable(NamedTuple):
     accepted: Any
     reason: str
     only_with: tuple[str, ...] = ()
-    """If one of these keys is off, any value passes, because job files list tables of disabled features."""
+    """The error needs all of these keys to be on, because job files also list the tables of disabled features."""
 
 
 _LORA = ("rank", "alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path")

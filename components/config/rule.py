@@ -18,7 +18,7 @@ class Rule:
     misfit: Callable[..., str | bool]
     """(job, facts of the table) -> the reason for a refusal, with a remedy; a false value if the job is accepted."""
     why: str = ""
-    """Why the setting cannot work, or what support for it would take, if the reason does not say all."""
+    """Why the setting cannot work, or what its support would need; empty if the reason already says so."""
 
 
 def broken_rules(rules: Iterable[Rule], config: JobConfig, *facts: Any) -> list[str]:

@@ -60,7 +60,7 @@ class Training:
     """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
     neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
     dataset_format: Literal["text", "chat"] = "text"
-    """Records of the data: text, or chats, of which the table chat says what is trained."""
+    """Form of the records: text or chats. The table chat says which parts of chats are trained."""
     dataset_cache: PathName = ".cache/tokens"
     """Folder of tokenized data, which runs share; relative to the repository. If the repository cannot be written, the
     default is meshwright/tokens in XDG_CACHE_HOME, or in ~/.cache."""
@@ -105,7 +105,7 @@ class Training:
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a token sees its own document alone: rows of chats always have documents."""
+        """Whether a token sees its own document alone. Rows of chats always have this mask."""
         return self.document_mask or self.dataset_format == "chat"
 
 
@@ -249,7 +249,7 @@ class Validation:
     freq: Positive = 10
     """Validate every this many steps, and after the last step, unless a signal stops the run in that step."""
     steps: Literal[-1] | Positive = -1
-    """Length of a validation in global batches of training, from the first sequence on; -1 uses all validation data."""
+    """Global batches (of training's size) in a validation, from the first sequence on; -1 uses all validation data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +297,7 @@ class Debug:
 
 
 OF_TOKENIZER = "tokenizer"
-"""chat.template that is no path."""
+"""Value of chat.template that is not a path, but means the template in the tokenizer's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,16 +312,17 @@ class Chat:
     """Field of a record that holds its messages; by default messages, conversations, prompt with completion, or
     instruction with output, whichever is there."""
     roles_to_train: Annotated[list[Name], MinLen(1)] = field(default_factory=lambda: ["assistant"])
-    """Roles whose turns are trained; those of other roles than assistant with their headers."""
+    """Roles whose turns are trained. The header of a turn is trained too, unless the role is assistant."""
     message_field_training: Name = "train"
     """Field of a message that says, by true or false, whether its turn is trained, whatever its role."""
     history: Literal["as_inference", "last_turn"] = "as_inference"
-    """Turns before a trained one are what generation would see. as_inference: all turns are trained; a turn after which
-    the template shows an earlier one otherwise begins a new sequence. last_turn: only a chat's last turn is trained."""
+    """The text before a trained turn is always what generation would see. as_inference: all turns are trained. A turn
+    begins a new sequence if the template now shows earlier turns differently than in the sequence so far. last_turn:
+    only a chat's last turn is trained."""
     too_long: Literal["fail", "skip", "truncate_end"] = "fail"
-    """A chat of more than seq_len + 1 tokens ends the run before it begins, is left out, or loses its end."""
+    """If a chat has more than seq_len + 1 tokens: stop the run at its start, leave the chat out, or cut off its end."""
     packing: Literal["best_fit", "none"] = "best_fit"
-    """Chats of a row: as many as fit, chosen by best-fit decreasing; none: one."""
+    """best_fit: a row has as many chats as fit, chosen by best-fit decreasing; none: a row has one chat."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -144,7 +144,7 @@ def _lock() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _made(path: Path) -> Iterator[None]:
-    """Waits until this process can make the file; removes the file at the end. A killed process leaves it."""
+    """Waits until this process can make the file; removes it at the end. A killed process leaves the file."""
     mine = f"process {os.getpid()} on {socket.gethostname()}"
     for attempt in itertools.count():
         try:
@@ -152,7 +152,7 @@ def _made(path: Path) -> Iterator[None]:
                 file.write(mine)
             break
         except FileExistsError:
-            with contextlib.suppress(FileNotFoundError):  # just removed
+            with contextlib.suppress(FileNotFoundError):  # the file was just removed
                 if not attempt:
                     print(
                         f"waiting for {path.read_text()}, which makes .venv; if it has ended, remove {path}", flush=True

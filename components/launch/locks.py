@@ -1,8 +1,9 @@
 """Locks between processes of all hosts that share a folder.
 
 A lock uses flock, which the kernel releases however the holder ends. On a file system without flock (Lustre, some FUSE)
-it is a soft lock: the file's existence. A killed holder leaves the file behind. A process of the same host then takes
-the lock over. Another host cannot know whether the holder lives, so messages name the holder and the file to remove.
+the lock is soft: it is held while its file exists. A killed holder leaves the file behind. A process of the same host
+then takes the lock over. Another host cannot know whether the holder lives, so messages name the holder and the file
+to remove.
 """
 
 import atexit
@@ -138,7 +139,8 @@ def free_lock_of_dead(path: Path) -> None:
 def _release_soft_locks() -> None:
     for lock in _kept:
         path = Path(lock.lock_file)
-        # release could wait for the thread that this call interrupts. A fork has its parent's list, but owns no lock.
+        # This call does not use lock.release, which could wait for the thread that this call interrupts.
+        # A fork inherits its parent's list, but owns no lock.
         if isinstance(lock, SoftFileLock) and _owner(path) == (os.getpid(), socket.gethostname()):
             with contextlib.suppress(OSError):
                 path.unlink()

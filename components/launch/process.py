@@ -32,7 +32,7 @@ NOT_FOR_THE_SERVER = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGH
 _FORKS = multiprocessing.get_context("forkserver")
 _EXIT_CODES = threading.Lock()
 """Lock around Process.start and Process.join. Both read exit codes from a pipe that contains each code once. Without
-the lock, a thread that misses a code takes the fork server for dead.
+the lock, the second thread that reads the pipe finds no code, and takes the fork server for dead.
 """
 _SERVER_DIED = 255
 """multiprocessing's exit code of a process whose fork server has died. The process may still run, and its real exit
@@ -63,9 +63,9 @@ def preload(modules: list[str], threads: int) -> None:
 
 
 def shorten_temporary_folder() -> None:
-    """Replaces a long TMPDIR by a short link to it, because the path of multiprocessing's sockets in it is limited.
+    """Replaces a long TMPDIR by a short link to it, because the paths of multiprocessing's sockets must be short.
 
-    Each user has one link for each long TMPDIR; it stays. Raises ConfigError if the link cannot be made.
+    Each user has one link for each long TMPDIR, and no link is removed. Raises ConfigError if the link cannot be made.
     """
     folder = tempfile.gettempdir()
     if len(os.fsencode(folder)) <= _LONGEST_TMPDIR:

@@ -124,7 +124,7 @@ class StopSignal:
             dist.all_reduce(torch.zeros(1))
             yield
         except Exception:
-            if self.request.number and not self._steps_made:  # another rank, or a loader worker, obeyed the signal
+            if self.request.number and not self._steps_made:  # the signal ended a peer or a loader worker
                 self._end(128 + self.request.number)
             raise
         self._saves = False

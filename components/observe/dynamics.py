@@ -116,7 +116,7 @@ class _Mixtures:
         for name in ("pp", "holders"):
             if mesh[name].size() > 1:
                 dist.all_reduce(self.entropies, group=mesh[name].get_group())
-        if mesh["pp"].size() > 1:  # other ranks' rows are among these
+        if mesh["pp"].size() > 1:  # the rows of other layers are on other ranks
             dist.all_reduce(self.rows, group=mesh["pp"].get_group())
 
     def tables(self) -> dict[str, dict[str, float]]:

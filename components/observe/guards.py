@@ -1,4 +1,4 @@
-"""Which updates are made: none from a gradient that is not finite and, on request, none at a spike of loss or norm.
+"""Skips updates: those from a gradient that is not finite and, on request, those at a spike of loss or norm.
 
 Each step is judged on the device, by numbers that are the same on every rank. The host reads a judgement one step
 later, so that it never waits for the step that it has just started. Once the run has to end, no step updates a weight.
@@ -41,7 +41,7 @@ class Judgement:
     own_norms: list[Tensor]
     """Norms of this rank's gradient shards, in the order of local_gradients."""
     numbers: Tensor
-    """Skipped steps in a row; with a guard for spikes also those of Spikes.judge."""
+    """Skipped steps in a row, followed by the numbers of Spikes.judge if spikes are skipped."""
     copied: torch.cuda.Event | None
     told: bool = False
 
@@ -66,7 +66,7 @@ class Guards:
         self.last: Judgement | None = None
 
     def judge(self, step: int, sequences: int, loss: Tensor, norm: Tensor, own_norms: list[Tensor]) -> Tensor:
-        """Whether the update may be made, on the device. sequences: position of the batch in the data order."""
+        """Whether the update may be made, a tensor on the device. sequences: the batch's position in the data order."""
         accepted = norm.isfinite() & (self.skipped_in_a_row < self.limit)
         spike: list[Tensor] = []
         if self.spikes:
@@ -145,14 +145,14 @@ class Spikes:
         self.skipped = torch.zeros((), device=device)
 
     def judge(self, loss: Tensor, norm: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Whether the step is no spike; and (is a spike, loss, norm, highest loss, highest norm) for the host.
+        """Returns whether the step is no spike, and numbers: is a spike, loss, norm, highest accepted loss and norm.
 
         loss: this rank's part. Nothing is a spike until half the window is known.
         """
         whole = sum_over_token_ranks(loss.clone(), self.mesh)
-        if self.mesh["tp"].size() > 1:  # ranks that each compute the same loss need not round alike
+        if self.mesh["tp"].size() > 1:  # tp ranks may round the same loss differently
             dist.all_reduce(whole, dist.ReduceOp.MAX, self.mesh["tp"].get_group())
-        norm = norm.to(whole.device, non_blocking=True)  # weights that are offloaded have it on the host
+        norm = norm.to(whole.device, non_blocking=True)  # the norm of offloaded weights is on the host
         now = torch.stack([whole, norm]).double()
         count = (~self.history[0].isnan()).sum()
         mean = self.history.nanmean(1, keepdim=True)
@@ -196,7 +196,7 @@ def write_evidence(judgement: Judgement, order: GlobalOrder, stages: Sequence[nn
         save_file(tensors, folder / f"rank_{rank}.safetensors")
         numbers = [n for positions in islice(order, count) for n in order.sequences.at(positions, order.seed).tolist()]
         write_json(folder / f"rank_{rank}.json", {"sequences": numbers, **_numbers(judgement, stages)})
-    except OSError as error:  # how the run ended is said by its exit code in any case
+    except OSError as error:  # the exit code says in any case how the run ended
         print(f"rank {rank}: {folder} could not be written: {error}", file=sys.stderr)
 
 

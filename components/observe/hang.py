@@ -56,7 +56,7 @@ class Report:
 
 
 class HangWatch:
-    """A context. A collective that times out in it ends every rank, with a sentence and LOST_RANK. It slows no step."""
+    """A context in which a collective's timeout ends every rank, with a sentence and LOST_RANK. It slows no step."""
 
     def __init__(self, mesh: Mesh) -> None:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -68,7 +68,7 @@ class HangWatch:
         self.stage: Any = used.get("pp")
         self.main = threading.get_ident()
         self.snapshots: list[list[Wait]] = []
-        """The last two looks, because one may fall between a failure and the end of this context."""
+        """Collectives at the last two looks, because one look may fall between a failure and this context's end."""
         self.in_pipeline_since: float | None = None
         self.ended = threading.Event()
         self.prefix = f"hang/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
@@ -135,15 +135,15 @@ class HangWatch:
         Waits between pipeline stages have no timeout in gloo and no entry in the flight recorder. If the main thread
         uses no processor time there for the length of the timeout, this thread ends its rank.
         """
-        clock = getattr(time, "pthread_getcpuclockid", None)  # macOS lacks it, and this watch
+        clock = getattr(time, "pthread_getcpuclockid", None)  # macOS has neither this clock nor this watch
         used = looked = now = 0.0
         while not self.ended.wait(min(self.timeout / 6, 1)):
-            if time.monotonic() - looked < min(self.timeout / 6, 10):  # which is short once the first step is done
+            if time.monotonic() - looked < min(self.timeout / 6, 10):  # the timeout is short after the first step
                 continue
             looked = time.monotonic()
             self.snapshots = [*self.snapshots[-1:], self._recorded()]
             used_before, used = used, time.clock_gettime(clock(self.main)) if clock else time.monotonic()
-            # The peers of a stage that is only slow go on with each micro-batch, and use more than a millisecond.
+            # If a stage is only slow, its peers go on with each micro-batch, and use more than a millisecond.
             waiting = used - used_before < 1e-3 and self._in_pipeline()
             before, now = now, time.time()
             if not waiting or self.in_pipeline_since is None:
@@ -173,7 +173,7 @@ class HangWatch:
 
     def _report(self, store: Any) -> None:
         waits, failed = self._recorded(), self.ended.is_set()
-        if failed:  # the main thread's collective is done, for the flight recorder
+        if failed:  # the flight recorder lists the main thread's collective as done
             old = time.time() - 0.8 * self.timeout
             late = [wait for waits_then in self.snapshots for wait in waits_then if wait.since < old]
             waits = sorted([*late, *waits], key=lambda wait: wait.since)
@@ -189,7 +189,7 @@ class HangWatch:
 
 
 def _end(said: str) -> NoReturn:
-    """Ends this process at once, because the end of main (it draws loss.png) would keep the other ranks waiting."""
+    """Ends this process at once, because the end of main, which draws loss.png, would keep the other ranks waiting."""
     sys.stdout.flush()
     print(said, file=sys.stderr, flush=True)
     end_process(ExitCode.LOST_RANK)

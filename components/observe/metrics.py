@@ -69,7 +69,7 @@ class Metrics:
         if self.rank:
             return
         with self._refusing():
-            if not step and self.rows.exists():  # another run's
+            if not step and self.rows.exists():  # the rows are another run's
                 self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
             rows = read_rows(self.rows)
             replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
@@ -140,9 +140,9 @@ class Metrics:
         row = _without_nan(row)
         try:
             with self.rows.open("a") as file:
-                file.write("\n" * self.torn + json.dumps(row) + "\n")  # after what is left of a row that was lost
+                file.write("\n" * self.torn + json.dumps(row) + "\n")  # a line break first, to end a torn row
             self.torn = False
-        except OSError as error:  # a disk that is full: the run is worth more than its rows
+        except OSError as error:  # a full disk must not end the run
             if not self.told:
                 print(f"step {row['step']}: rows are lost: {self.rows}: {error.strerror}", file=sys.stderr, flush=True)
             self.torn = self.told = True
@@ -168,7 +168,7 @@ class Metrics:
 
     @contextlib.contextmanager
     def _refusing(self) -> Iterator[None]:
-        """Turns an OSError, as of a full disk, into a ConfigError, because nothing is lost before the first step."""
+        """Turns an OSError (a full disk) into a ConfigError, because an end before the first step loses no work."""
         try:
             yield
         except OSError as error:

@@ -11,7 +11,7 @@ from components.config import Profiling
 
 @contextmanager
 def profiling(config: Profiling, dump_folder: Path, rank: int) -> Iterator[Callable[[int], None]]:
-    """Yields what to call at the end of each step with its number; does nothing unless asked for."""
+    """Yields a function to call with each step's number at the step's end. By default the function does nothing."""
     current = 0
 
     def target(folder: str, ending: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from parallelize.sharding import own_slice
 
-CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements at a time: fits the cache of each thread's core; fills a GPU
+CHUNK = {"cpu": 1 << 15, "cuda": 1 << 24}  # elements: per CPU thread, to fit its core's cache; to fill a GPU
 
 Indices = Callable[[], Tensor]
 """Makes int64 indices of elements in the full tensor, (rows, columns)."""
@@ -20,9 +20,9 @@ Indices = Callable[[], Tensor]
 def chunks(
     parameter: Tensor, device: torch.device | None = None, part: slice = slice(None)
 ) -> Iterator[tuple[slice, Indices]]:
-    """This rank's rows, some at a time: (rows of the slice viewed as (-1, columns), indices in the full tensor).
+    """Yields groups of this rank's rows: (rows of the slice viewed as (-1, columns), indices in the full tensor).
 
-    device: of the indices, by default the parameter's. part: only these rows; the first of them is then row 0.
+    device: where the indices are made, by default the parameter's device. part: the rows to visit, numbered from 0 on.
     """
     local, offset = own_slice(parameter)
     if local.numel() == 0:

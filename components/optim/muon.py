@@ -58,8 +58,8 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """group: all ranks that hold parts of these matrices; precision: dtype of the products and messages.
 
-        state_dtype: that of the momentum, for new_moment; seed: that of random rounding; offload: whether the momentum
-        waits on the host.
+        state_dtype: precision of the momentum, as in new_moment; seed: seed of random rounding; offload: whether the
+        momentum waits on the host.
 
         The key "fused" of groups says whether the device itself can skip a step with found_inf.
         """
@@ -76,7 +76,7 @@ class Muon(torch.optim.Optimizer):
         self.rank = dist.get_rank(group) if group else 0
         shapes = {number: parameter.shape for number, (_, parameter, _) in enumerate(self.matrices)}
         self.own = [number for number, shape in shapes.items() if _is_whole(shape, self.slices[number])]
-        """Numbers of the stacked parameters whose matrices are each whole on one rank, and on no other rank."""
+        """Numbers of the stacked parameters whose matrices are not cut. Each matrix is on one rank only."""
         shared = {number: shape for number, shape in shapes.items() if number not in self.own}
         self.shares = share_out(shared, dist.get_world_size(group) if group else 1)
         others.state = self.state
@@ -113,11 +113,11 @@ class Muon(torch.optim.Optimizer):
             for number, result in zip(numbers, results, strict=True):
                 if number is not None:
                     self._move(number, result, skip)
-        left = [*pieces]  # the last bucket goes back where there is no other
+        left = [*pieces]  # the end of the iteration sends the last bucket back
         assert not left
 
     def _momentum(self, number: int, pieces: Iterator[Piece], skip: Tensor | None) -> Tensor:
-        """This rank's slice of Nesterov's momentum, before orthogonalisation. pieces: this matrix's come next."""
+        """This rank's slice of Nesterov's momentum, not yet orthogonalised. pieces: this matrix's pieces come first."""
         name, parameter, _ = self.matrices[number]
         step, key = self.state[parameter].get("step"), key_of(self.seed, name)
         if step is not None:
@@ -157,7 +157,7 @@ def _is_whole(shape: torch.Size, slices: Sequence[Slice]) -> bool:
 
 
 def share_out(shapes: Mapping[int, torch.Size], ranks: int) -> list[list[int]]:
-    """The numbers of the matrices that each rank orthogonalises: the largest first, to whoever has least work."""
+    """Numbers of the matrices for each rank. Matrices are assigned, largest first, to the rank with the least work."""
     work = {number: shape.numel() * min(shape[-2:]) for number, shape in shapes.items()}
     shares: list[list[int]] = [[] for _ in range(ranks)]
     loads = [0] * ranks
@@ -177,8 +177,8 @@ def exchange(
 ) -> list[Tensor]:
     """Gather matrix r on rank r, apply work to it there, and return this rank's slices of all results.
 
-    sent: this rank's slice of each matrix; slices: all ranks' slices. A rank without a matrix has None and no slices.
-    One rank sends a slice that several hold.
+    sent: this rank's slice of each matrix; slices: all ranks' slices of each matrix. If there is no matrix for rank r,
+    sent[r] is None and slices[r] is empty. If several ranks hold the same slice, one of them sends it.
     """
     if len(sent) == 1:
         return [work(each) for each in sent if each is not None]

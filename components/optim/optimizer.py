@@ -60,7 +60,7 @@ class _OfLocalParts(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update, by torch's function of lists. If found_inf, which fused kernels take, is 1, nothing changes."""
+        """One update, by torch's functional adam. Nothing changes if the tensor found_inf is 1."""
         members = [{*group["params"]} for group in self.param_groups]
         found_inf = getattr(self, "found_inf", None)
         for bucket in self.visits:
@@ -191,7 +191,7 @@ def staged_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @functools.cache
 def row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, config: Optimizer) -> int:
-    """Bytes that the optimizer keeps for a row or a vector. A step on such a row finds them."""
+    """Bytes that the optimizer keeps for a row or a vector. The bytes are measured after a step on such a row."""
     row = nn.Parameter(torch.zeros([1] * (dimensions - 1) + [columns], dtype=dtype))
     row.grad = torch.zeros_like(row)
     groups = [_group(each, [("row", row)] if each == role else [], config) for each in get_args(Role)]
@@ -204,7 +204,7 @@ def row_bytes(role: Role, dimensions: int, columns: int, dtype: torch.dtype, con
 def learning_rate(step: int, config: LRScheduler, peak: float, training_steps: int) -> float:
     """The learning rate of a step, counted from 1: warm-up to the peak, stable, then decay to its minimum.
 
-    The rate is a function of the step alone, so a checkpoint need not save it. A run may end before its warm-up.
+    The rate is a function of the step alone, so a checkpoint need not save it. A run may end during its warm-up.
     """
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps

@@ -49,7 +49,7 @@ class RoundedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One update. Nothing changes if found_inf is 1, a tensor that torch's fused kernels take too."""
+        """One update. Nothing changes if the tensor found_inf is 1; torch's fused kernels take the same tensor."""
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         skip = None if found_inf is None else found_inf > 0
         members = {

@@ -22,7 +22,7 @@ _GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed 64-bit 
 
 
 class RandomBits:
-    """64 random bits per element. Each stored number of an element (weight, moments) uses 16 of its own."""
+    """64 random bits per element. Each stored number of an element (weight, moments) takes 16 bits of its own."""
 
     def __init__(self, indices: Indices, key: int, step: Tensor | None) -> None:
         """step: the optimizer's step, a scalar tensor; None if nothing is rounded."""
@@ -105,7 +105,10 @@ class Kept(NamedTuple):
 
     @property
     def _power(self) -> int:
-        """A magnitude is scale * (code / levels)^power: codes are dense near zero. Second moments span more decades."""
+        """A magnitude is scale * (code / levels)^power, so codes are dense near zero.
+
+        Second moments have the larger power, because they span more decades.
+        """
         return 2 if self.values.dtype == torch.int8 else 4
 
     def _encoded(self, values: Tensor, bits: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +117,7 @@ class Kept(NamedTuple):
         magnitudes = blocks.abs()
         scales = magnitudes.amax(-1)
         smallest = torch.finfo(torch.float32).tiny
-        # The division comes first, because a quotient of at most 1 gives no code above the largest.
+        # The division comes first, because its quotient is at most 1. So no code exceeds the largest code.
         magnitudes.div_(scales.clamp(min=smallest)[..., None]).mul_(float(_LEVELS[self.values.dtype] ** self._power))
         codes = magnitudes.sqrt()
         if self._power == 4:
@@ -137,7 +140,7 @@ def _power_of(codes: Tensor, power: int) -> Tensor:
 
 def to_bfloat16(values: Tensor, bits: Tensor) -> Tensor:
     """Round float32 values to bfloat16; overwrites them. bits (int64 below 2^16) decide on rounding away from zero."""
-    wrong = values.isnan()  # a NaN of CUDA's has all bits set, and would overflow
+    wrong = values.isnan()  # CUDA's NaN has all bits set, so the sum below would overflow
     whole = values.view(torch.int32).add_(bits.to(torch.int32)).bitwise_and_(-1 << 16)
     return whole.view(torch.float32).masked_fill_(wrong, math.nan).to(torch.bfloat16)
 

@@ -15,7 +15,7 @@ from components.optim.rounding import as_rows
 from parallelize.sharding import local_part, on_host
 
 BUCKET = 1 << 23
-"""Most parameters of a bucket. Its copy takes milliseconds, so that the time to start a copy does not matter."""
+"""Maximum number of elements in a bucket. A copy takes milliseconds, so the time to start the copy does not matter."""
 _ROWS = 64
 """A piece has a multiple of 64 rows, because the CPU's vector kernels round a tensor's last numbers differently."""
 _ALIGNED_BYTES = 256
@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     rows: slice
     """Rows of the shard, seen as (rows, columns)."""
     state: Mapping[str, Tensor]
-    """Numbers without dimensions belong to the whole parameter, whose last piece changes them."""
+    """0-dimensional tensors, such as the step, belong to the whole parameter; only its last piece changes them."""
     last: bool
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class Visits:
     ) -> None:
         """parameters: in the order of the update; those without a state get one.
 
-        offload: whether states wait on the host; otherwise there is one bucket, of whole parts.
+        offload: whether states wait on the host; otherwise there is one bucket, in which each piece is a whole shard.
         """
         for parameter in parameters:
             if not states[parameter]:
@@ -110,7 +110,7 @@ class Visits:
             yield bucket.pieces
             bucket.buffer.updated.record()
             self._return(bucket)
-        # A later wait for the device then covers the copies to the host too.
+        # The current stream waits for the copies to the host, so a later wait for the device covers these copies too.
         bucket.buffer.left.wait()
 
     def _bring(self, bucket: _Bucket) -> None:

@@ -66,7 +66,8 @@ def _sum_of_hashes(parameter: Tensor, key: int) -> Tensor:
 def load_run(model: Any, config: dict[str, Any], checkpoint: Path) -> None:
     """Fill a model, or this rank's slices of it, from a checkpoint of the run with this job file (run.json).
 
-    A run with adapters reads its base from where the run read it. Raises ConfigError if anything does not fit.
+    With adapters, the base is made from the run's seed, or read from the run's initial_load_path. Raises ConfigError if
+    anything does not fit.
     """
     if model.adapted:
         table = config["checkpoint"]
@@ -78,7 +79,7 @@ def load_run(model: Any, config: dict[str, Any], checkpoint: Path) -> None:
 
 
 def check_base(model: Any, checkpoint: Path) -> None:
-    """Raises ConfigError if the model's base, in the run's precision, is not that of the checkpoint's adapters."""
+    """Raises ConfigError if the model's base, in the run's precision, is not the base of the checkpoint's adapters."""
     here, there = hash_of_base([model]), (peek(checkpoint) or {}).get("base")
     if here != there:
         raise ConfigError(f"{checkpoint}: its adapters were trained on another base, {there}; here it is {here}")

@@ -61,7 +61,7 @@ class Checkpointer:
         self.adapted = any(getattr(stage, "adapted", False) for stage in stages)
         self.adapter_scale = max(getattr(stage, "adapter_scale", 0.0) for stage in stages)
         self.base = ""
-        """Hash of the base's weights, which checkpoints of adapters do not have; empty for a model without adapters."""
+        """Hash of the base's weights, because checkpoints of adapters lack these weights; empty without adapters."""
         self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
         """Parts that this start does not load: those of exclude_from_loading that no earlier start has left out."""
 
@@ -151,7 +151,7 @@ class Checkpointer:
     def load_folder(self, saved: Saved, model_only: bool = False) -> dict[str, Any]:
         """Load one verified checkpoint into model and optimizer, whatever layout wrote it; returns its state.
 
-        model_only: weights only, and without adapters, which no checkpoint of a base has.
+        model_only: load only weights, and for a model with adapters only the base.
         """
         check_state(saved)
         state = saved.state or {}
@@ -244,7 +244,7 @@ class Checkpointer:
             )
 
     def _clean_up(self, just_saved: Path, prune: bool) -> None:
-        """Put aside older branches' checkpoints from after the start of this branch, and prune."""
+        """Put aside checkpoints of older branches with steps after the start of this branch; then prune."""
         self._tidy()
         for saved in beyond(self.branch, saved_in(self.folder)):
             put_aside(saved.folder, f"{ABANDONED}{saved.folder.name}")
@@ -281,14 +281,14 @@ class Checkpointer:
 
 
 def _thread() -> ThreadPoolExecutor:
-    """A thread on this rank's GPU, because torch's writer would open a context on the node's first, and wait for it."""
+    """A thread on this rank's GPU. By default torch's writer opens a context on the first GPU, and waits for it."""
     if not torch.cuda.is_available():
         return ThreadPoolExecutor(1)
     return ThreadPoolExecutor(1, initializer=partial(torch.cuda.set_device, torch.cuda.current_device()))
 
 
 def _settle(choice: Choice) -> None:
-    """Rename a choice's damaged checkpoints, and those of other branches from after the start of this branch."""
+    """Rename a choice's damaged checkpoints, and its checkpoints of other branches with later steps."""
     for saved in choice.damaged:
         put_aside(saved.folder, f"{DAMAGED}{saved.folder.name}")
     for saved in choice.later:

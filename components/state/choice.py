@@ -27,15 +27,16 @@ class Choice:
     branch: Branch = field(default_factory=Branch)
     damaged: list[Saved] = field(default_factory=list)
     later: list[Saved] = field(default_factory=list)
-    """Checkpoints of another branch, later than the step at which this branch begins."""
+    """Checkpoints of other branches, with steps after that of base."""
     said: list[str] = field(default_factory=list)
 
 
 def choose(folder: Path, config: Checkpoint) -> Choice:
-    """Choose the newest checkpoint that verifies, or load_step's if the newest one's branch was not begun by load_step.
+    """Choose the newest checkpoint that verifies. Called by all ranks.
 
-    Called by all ranks. Raises ConfigError if a checkpoint cannot be read, or if load_step's is missing. Raises
-    ConfigError, too, if there are checkpoints, none of them can be continued, and there is no initial_load_path.
+    If load_step is set, and did not begin that checkpoint's branch, choose the checkpoint of load_step instead. Raises
+    ConfigError if a checkpoint cannot be read, or if load_step's is missing. Raises ConfigError, too, if there are
+    checkpoints, none of them can be continued, and there is no initial_load_path.
     """
     there = read_together(lambda: saved_in(folder), first_only=True)[0]
     asked = Branch(load_step=config.load_step, exclude_from_loading=tuple(config.exclude_from_loading))
@@ -78,7 +79,7 @@ def _at_load_step(folder: Path, step: int, there: list[Saved]) -> Saved:
 
 
 def _continue(choice: Choice, base: Saved, asked: Branch, there: list[Saved]) -> Choice:
-    """Continue from base, on its branch if that branch has done already what `asked` asks, else on a new branch."""
+    """Continue from base: on its branch, or on a new branch if `asked` asks for what its branch has not done yet."""
     begun, choice.base = base.branch, base
     goes_back = asked.load_step not in (-1, begun.load_step)
     done = () if goes_back else begun.exclude_from_loading
@@ -108,7 +109,7 @@ def _put_aside(folder: Path) -> Iterator[str]:
 
 
 def beyond(branch: Branch, there: list[Saved]) -> list[Saved]:
-    """Checkpoints of older branches beyond the step at which this one began."""
+    """Checkpoints of older branches with steps after the start of this branch."""
     old = [saved for saved in there if saved.state is not None and saved.branch.number < branch.number]
     return [saved for saved in old if saved.step > branch.began_at]
 

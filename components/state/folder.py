@@ -44,12 +44,12 @@ class Branch:
     began_at: int = 0
     load_step: int = -1
     exclude_from_loading: tuple[str, ...] = ()
-    """load_step and exclude_from_loading are the keys of the run that wrote the checkpoint; they have already acted."""
+    """load_step and exclude_from_loading, as set in the run that wrote the checkpoint, have already acted."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A step-N folder and its state.json, not yet verified; None if there is no state.json, or if it is not JSON."""
+    """A step-N folder and its state.json, not yet verified; state is None if there is no such JSON object."""
 
     step: int
     folder: Path

@@ -67,7 +67,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def parse(raw: bytes) -> Metadata:
-    """The table of contents. Raises pickle.UnpicklingError if raw is none, or has more than numbers and names."""
+    """The table of contents. Raises pickle.UnpicklingError if raw is no table, or has more than numbers and names."""
     try:
         fields = _fields(_Unpickler(raw).load(), "Metadata")
         tensors = {_text(name): _entry(value) for name, value in fields["state_dict_metadata"].items()}
@@ -76,7 +76,7 @@ def parse(raw: bytes) -> Metadata:
             _check_places(name, tensor, places)
     except pickle.UnpicklingError:
         raise
-    except Exception as error:  # whatever a pickle's author can make of it
+    except Exception as error:  # a hostile pickle may raise any error
         reason = f"its .metadata is no table of contents: {type(error).__name__}: {error}"
         raise pickle.UnpicklingError(reason) from error
     return Metadata(tensors, storage_data=places)

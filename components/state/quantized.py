@@ -35,7 +35,7 @@ class Quantization:
 
 
 class Fp8:
-    """Blocks of float8_e4m3fn with a float32 scale each (arXiv:2412.19437), which is a factor of the block's numbers.
+    """Blocks of float8_e4m3fn numbers (arXiv:2412.19437). Each block is multiplied by a float32 scale of its own.
 
     Numbers are (N, K), scales (N / rows of a block, K / columns of a block), both rounded up.
     """
@@ -119,7 +119,7 @@ def _blocks(places: range, block: int) -> slice:
 def widened(
     stored: Mapping[str, Stored], quantization: Quantization | None
 ) -> tuple[dict[str, Stored], dict[str, Fp8 | Mxfp4]]:
-    """A folder's wide tensors, and its low-precision tensors, each by the name of the widened tensor.
+    """A folder's tensors of 16 bits or more, and its low-precision tensors, each by the name of the widened tensor.
 
     Raises ValueError if a tensor is neither.
     """

@@ -22,7 +22,7 @@ _ASIDE = re.compile(rf"(?:{DAMAGED}|{ABANDONED})step-(\d+)(?:-\d+)?")
 
 
 def folder_of(run: Path) -> Path:
-    """The folder of a run's checkpoints, or a folder of checkpoints itself."""
+    """The folder of checkpoints of a run. `run` may also be a folder of checkpoints itself."""
     try:
         return run / read_json(run / "run.json")["config"]["checkpoint"]["folder"]
     except FileNotFoundError:

@@ -234,7 +234,7 @@ FIRST = [
     Rule("parallelism.pipeline_parallel_schedule", pipeline.schedule_misfit),
     Rule("parallelism.pipeline_parallel_schedule_csv", pipeline.table_misfit),
 ]
-"""Rules that the others take for granted, each those before."""
+"""Rules that are checked first, in this order, because later rules assume that the earlier ones hold."""
 
 
 def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
@@ -261,7 +261,7 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
 
 
 def load_job(argv: list[str]) -> JobConfig:
-    """The job of a process that ./run_train.sh has not started, one of WORLD_SIZE. Raises ConfigError."""
+    """The checked job of a process, one of WORLD_SIZE, that ./run_train.sh did not start. Raises ConfigError."""
     config = load_config(argv)
     check_layout(config, resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1"))))
     return config
@@ -297,7 +297,7 @@ def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: b
 
 
 def _multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 on this CPU; torch's own products of it are loops over single numbers."""
+    """Whether oneDNN multiplies bfloat16 on this CPU. Without oneDNN, torch multiplies bfloat16 in scalar loops."""
     import torch
 
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

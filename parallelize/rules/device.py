@@ -31,7 +31,7 @@ def _lacking(key: str, misfit: Misfit, reason: str) -> Rule:
 
 
 def _taken_away(variable: str, key: str, misfit: Callable[[JobConfig, Device, str], bool], effect: str) -> Rule:
-    """A variable with which a library does something else than the job file asks for, without a word."""
+    """A rule on an environment variable that makes a library silently deviate from the job file."""
 
     def reason(job: JobConfig, device: Device) -> str | bool:
         value = device.environment.get(variable, "")

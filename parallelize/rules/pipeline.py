@@ -29,7 +29,7 @@ def table_misfit(config: JobConfig, degrees: Degrees) -> str:
     except (OSError, ValueError) as error:
         return f"cannot be read: {error}"
     count, rest = divmod(config.training.local_batch_size, parallelism.pipeline_parallel_microbatch_size)
-    return "" if rest else wrong_with(orders, degrees.pp, count)  # with a rest another rule speaks
+    return "" if rest else wrong_with(orders, degrees.pp, count)  # another rule refuses a remainder
 
 
 def stages_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -79,7 +79,7 @@ def micro_batches_misfit(config: JobConfig, degrees: Degrees) -> str:
         return f"training.local_batch_size = {local} is no multiple; {near_multiples(local, size)} would be"
     count, schedule = local // size, schedule_of(config.parallelism)
     if config.parallelism.pipeline_parallel_sequence_splits > 1:
-        return ""  # any number of parts
+        return ""  # parts allow any number of micro-batches
     lacks = schedule.lacks(count, degrees.pp, number_of_stages(config.parallelism, sizes_of(config).n_layers))
     name = config.parallelism.pipeline_parallel_schedule
     makes = f"training.local_batch_size = {local} makes {count} micro-batches, but {name} needs"

@@ -104,7 +104,7 @@ def _used(config: JobConfig, degrees: Degrees) -> dict[str, bool]:
 
 @cache
 def torch_version() -> str:
-    from importlib.metadata import version  # 25 ms, and a mistake in a job file is reported before
+    from importlib.metadata import version  # 25 ms; imported here, so that mistakes in a job file come first
 
     return version("torch")
 
