@@ -12,13 +12,13 @@ _HEAD = """\
 # Faults and bad input: what happens
 
 Written by `python -m tests.faults`, which runs the tests of every row in one run of pytest. A row *held* if all of its
-tests passed; a test of a row fails where the protection is taken away. Rows with ranks use real processes and real
-collectives, on CPU with gloo. `tests/faults/rows*.toml` names the tests of each row.
+tests passed. Each test fails if the row's protection is removed from the code. Rows with ranks use real processes and
+real collectives, on CPU with gloo. `tests/faults/rows*.toml` names the tests of each row.
 """
 _PEERS = """\
 ## What others do
 
-As their sources, documents and issue threads of 2026 say; what is not said there is left empty.
+The table says what their sources, documents and issue threads of 2026 say. A cell is empty if these say nothing.
 
 | | here | torchtitan v0.2 | Megatron-LM | OLMo-core | Fast-LLM | axolotl |
 |---|---|---|---|---|---|---|
@@ -56,7 +56,7 @@ def page(rows: list[Row], results: dict[str, Any]) -> str:
         "",
         "## Campaigns",
         "",
-        "What takes long: `python -m tests.faults --campaign`, outside the test command.",
+        "Campaigns take long, so the test command leaves them out: `python -m tests.faults --campaign`.",
         "",
     ]
     for name, result in sorted(results["campaigns"].items()):
