@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -13,6 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from components.config import load_config
+from components.data.loader import IGNORED, batch_of
+from components.data.show import rows_of
 from models import MODELS
 from models.config import TransformerConfig
 
@@ -283,10 +287,40 @@ def draw_visible() -> Figure:
     return figure
 
 
+def draw_chat_rows(shown: int = 6) -> Figure:
+    """The first rows of the bundled chats: one chat a row above, packed below."""
+    figure, axes = canvas(10, 4.9)
+    colours = {"trained": RANKS[2], "seen, not trained": "#c9d7ea", "padding": "#f0f1f3"}
+    for top, packing in ((0.45, "none"), (2.65, "best_fit")):
+        config = load_config(["--job.config_file", "recipes/llama_debug_sft.toml", "--chat.packing", packing])
+        rows = rows_of(config)
+        full = rows.num_tokens / (len(rows) * (rows.seq_len + 1))
+        text(axes, 0.3, top - 0.2, f'chat.packing = "{packing}": {len(rows)} rows, {full:.0%} full', ha="left")
+        width = 9.4 / rows.seq_len
+        for number in range(shown):
+            batch = batch_of(rows, np.array([number]), document_mask=True)
+            positions, labels = batch["positions"][0].tolist(), batch["labels"][0].tolist()
+            y = top + 0.3 * number
+            for at, position in enumerate(positions):
+                kind = "padding" if position < 0 else "trained" if labels[at - 1] != IGNORED else "seen, not trained"
+                if at == 0:
+                    kind = "seen, not trained"
+                colour = colours[kind]
+                axes.add_patch(Rectangle((0.3 + at * width, y), width * 1.05, 0.22, facecolor=colour, linewidth=0))
+                if position == 0:
+                    axes.plot([0.3 + at * width] * 2, [y - 0.02, y + 0.24], color=INK, linewidth=1.4)
+    for number, (kind, colour) in enumerate(colours.items()):
+        axes.add_patch(Rectangle((0.3 + 2.4 * number, 4.5), 0.3, 0.2, facecolor=colour, linewidth=0))
+        text(axes, 0.7 + 2.4 * number, 4.6, kind, ha="left", size=11)
+    text(axes, 7.7, 4.6, "| a chat begins, at position 0", ha="left", size=11)
+    return figure
+
+
 def main() -> None:
     """Write the figures beside this file."""
     plt.rcParams["font.family"] = ["DejaVu Sans"]
     figures = {"tensor_parallel": draw_tensor_parallel(), "context_parallel": draw_context_parallel()}
+    figures |= {"chat_rows": draw_chat_rows()}
     for name, figure in figures.items():
         figure.savefig(Path(__file__).with_name(f"{name}.png"), dpi=100, facecolor="white")
     described = {"Description": json.dumps(visible_rows())}

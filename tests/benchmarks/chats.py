@@ -160,12 +160,17 @@ def main(argv: list[str]) -> int:
         with tempfile.TemporaryDirectory() as made:
             if own and own.suffix == ".tiktoken":
                 own = harmony_tokenizer(own, Path(made))
-            folder = own or tokenizer_in(Path(made), special=sorted(set(_TOKENS.findall(source))))
+            special = sorted({*_TOKENS.findall(source), "<|begin_of_text|>"})
+            folder = own or tokenizer_in(Path(made), special=special)
+            if own is None:
+                (folder / "special_tokens_map.json").write_text('{"bos_token": "<|begin_of_text|>"}', encoding="utf-8")
             (Path(made) / "t.jinja").write_text(source, encoding="utf-8")
             chats = Chats(Chat(template=str(Path(made) / "t.jinja")), str(folder))
             theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-            settings = folder / "tokenizer_config.json"
-            names = json.loads(settings.read_text()) if settings.exists() else {}
+            files = [folder / name for name in ("special_tokens_map.json", "tokenizer_config.json")]
+            names = {
+                key: value for file in files if file.exists() for key, value in json.loads(file.read_text()).items()
+            }
             for key in ("bos_token", "eos_token"):
                 token = names.get(key)
                 setattr(theirs, key, token["content"] if isinstance(token, dict) else token)
