@@ -17,7 +17,7 @@ from components.data import __main__ as data
 from components.data import prepare, spec_of
 from components.data.loader import IGNORED, GlobalOrder, batch_of, build_loader
 from components.data.rows import _count, best_fit
-from components.data.show import pieces, row_of
+from components.data.show import histogram, pieces, row_of
 from components.data.tokenizer import load_tokenizer
 from models import MODELS
 from tests.chats import CHATML, rows_in, said, save, tokenizer_in
@@ -193,6 +193,14 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path, capsys: pytest.CaptureF
         data.main(["show", "--row", "7", *words])
     with pytest.raises(ConfigError, match='only rows of chats are shown; use "chat"'):
         data.main(["show"])
+
+
+@pytest.mark.parametrize("lengths", [[7], [7, 7], [1, 2], [5, 9, 9, 300], [*range(2, 2000, 3)]])
+def test_a_histogram_has_every_length_in_the_range_that_it_names(lengths: list[int]) -> None:
+    bars = [line.replace(",", "").split() for line in histogram(np.asarray(lengths))]
+    counts = [sum(int(low) <= length <= int(high) for length in lengths) for low, _, high, *_ in bars]
+    assert counts == [int(bar[-1]) for bar in bars]
+    assert sum(counts) == len(lengths)
 
 
 def test_what_is_shown_is_every_token_of_a_full_row(tmp_path: Path) -> None:

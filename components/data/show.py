@@ -63,16 +63,27 @@ def pieces(row: dict[str, list[Any]], tokenizer: Tokenizer) -> list[list[tuple[b
     return found
 
 
+def histogram(lengths: np.ndarray, bins: int = 10, width: int = 40) -> list[str]:
+    """A bar for each range of lengths."""
+    counts, edges = np.histogram(lengths, bins=min(bins, int(np.ptp(lengths)) + 1))
+    first = np.ceil(edges).astype(int)
+    last = [*(first[1:-1] - 1), lengths.max()]
+    return [
+        f"  {low:>7,} to {high:>7,} {'#' * -(-width * count // counts.max()):{width}} {count:,}"
+        for low, high, count in zip(first, last, counts.tolist(), strict=False)
+    ]
+
+
 def statistics(rows: ChatRows) -> list[str]:
     """Lines about all rows."""
     tokens, space = rows.num_tokens, len(rows) * (rows.seq_len + 1)
-    lengths = np.sort(rows.lengths)
-    parts = ", ".join(f"{share:.0%} {int(lengths[int((len(lengths) - 1) * share)]):,}" for share in (0, 0.5, 0.9, 1))
+    lengths = rows.lengths
     lines = [
         f"{len(lengths):,} sequences of chats in {len(rows):,} rows of {rows.seq_len:,} tokens; rows are "
         f"{tokens / space:.1%} full",
         f"{int(rows.labels.sum()):,} of {tokens:,} tokens are trained ({rows.labels.sum() / tokens:.1%})",
-        f"tokens of a sequence, shortest to longest: {parts}",
+        f"tokens of a sequence: median {np.median(lengths):,.0f}",
+        *histogram(lengths),
         f"too long: {rows.too_long:,} (chat.too_long: {rows.chat.too_long}); left with no trained token: "
         f"{rows.without_labels:,}",
     ]
