@@ -321,6 +321,8 @@ class Chat:
     only a chat's last turn is trained."""
     too_long: Literal["fail", "skip", "truncate_end"] = "fail"
     """If a chat has more than seq_len + 1 tokens: stop the run at its start, leave the chat out, or cut off its end."""
+    special_tokens_in_text: Literal["fail", "as_text"] = "fail"
+    """If a message spells a special token: refuse the chat, or encode the spelling as plain text."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """best_fit: a row has as many chats as fit, chosen by best-fit decreasing; none: a row has one chat."""
 

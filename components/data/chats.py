@@ -4,8 +4,9 @@ A record has one of these fields: messages (OpenAI), conversations (ShareGPT), p
 with output (Alpaca). It may have tools too.
 """
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +25,8 @@ from components.data.tokenizer import Tokenizer, load_tokenizer
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
 """Role in ShareGPT's records -> role in templates."""
+_MARK = "\ufdd0"
+"""No character of a text: stands in a special token that a message spells, so that no part of it is taken for one."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message's thinking. Templates read one of the first two, and get both, as in transformers."""
 Tokens = tuple[list[int], np.ndarray]
@@ -48,10 +51,15 @@ class Chats:
             raise ConfigError(f"model.hf_assets_path: {self.path} has no special tokens, with which turns could end")
         return re.compile("|".join(map(re.escape, tokens)))
 
+    @cached_property
+    def _marked(self) -> re.Pattern[str]:
+        """A special token that a message spells, after _mark."""
+        return re.compile("|".join(re.escape(token[0] + _MARK + token[1:]) for token in self.tokenizer.special))
+
     def sequences(self, record: Any) -> list[Tokens]:
         """The sequences of a record: (ids, trained (len(ids),) bool). Raises BadChat if there are none."""
         messages, tools = self.messages(record)
-        self._refuse_special(messages, tools)
+        messages, tools = self._protected(messages, tools)
         trained = [self._is_trained(message) for message in messages]
         if self.chat.history == "last_turn":
             last = max((number for number, each in enumerate(trained) if each), default=-1)
@@ -64,8 +72,9 @@ class Chats:
 
     def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of messages and of the beginning of the turn that answers them. Raises BadChat."""
-        self._refuse_special(messages, None)
-        return self.tokenizer.encode_template(self.template.render(messages, prompt=True))
+        messages, _ = self._protected(messages, None)
+        ((ids,), _) = self._encoded([self.template.render(messages, prompt=True)])
+        return ids
 
     def ends(self) -> set[int]:
         """The tokens that end an answer."""
@@ -84,13 +93,37 @@ class Chats:
     def _tokens(self, text: str, spans: list[tuple[int, int]]) -> Tokens:
         """Ids of the text, and which of them lie in the spans. Raises BadChat if a token crosses the edge of one."""
         edges = [0, *(edge for span in spans for edge in span)]
-        parts = self.tokenizer.encode_parts([text[start:end] for start, end in pairwise(edges)])
-        if parts is None:
-            raise BadChat("a token begins before a trained turn and ends in it")
-        ids = [token for part in parts for token in part]
+        parts, ids = self._encoded([text[start:end] for start, end in pairwise(edges)])
         trained = np.repeat([number % 2 == 1 for number in range(len(parts))], [len(part) for part in parts])
         trained[0] = False  # no token predicts it
         return ids, trained
+
+    def _encoded(self, parts: list[str]) -> tuple[list[list[int]], list[int]]:
+        """Ids of each part, and of all. Raises BadChat if a token is of two parts, or if spelled tokens do not fit."""
+        text = "".join(parts)
+        if self.chat.special_tokens_in_text == "as_text" and json.dumps(_MARK)[1:-1] in text.lower():
+            raise BadChat("the template escapes characters, in which spelled special tokens are lost")
+        if _MARK in text:
+            found, whole = [self._piecewise(part) for part in parts], self._piecewise(text)
+            # The pieces between special tokens are encoded alone, which must be what the tokenizer does with them.
+            bare = self._marked.sub("", text)
+            if self._piecewise(bare) != self.tokenizer.encode_template(bare):
+                raise BadChat("this tokenizer encodes no special token as text (chat.special_tokens_in_text)")
+            crosses = [token for part in found for token in part] != whole
+        else:
+            given = self.tokenizer.encode_parts(parts)
+            found, crosses = given or [], given is None
+        if crosses:
+            raise BadChat("a token begins before a trained turn and ends in it")
+        return found, [token for part in found for token in part]
+
+    def _piecewise(self, text: str) -> list[int]:
+        """Ids of a text in which spelled special tokens are marked."""
+        ids: list[int] = []
+        for piece in re.split(f"({self._special.pattern})", text):
+            special = self.tokenizer.special.get(piece)
+            ids += self.tokenizer.encode(piece.replace(_MARK, "")) if special is None else [special]
+        return ids
 
     def messages(self, record: Any) -> tuple[list[dict[str, Any]], Any]:
         """Messages of a record, each with a role and a content, and the record's tools. Raises BadChat."""
@@ -107,17 +140,29 @@ class Chats:
             raise BadChat(f"expected a list of messages, not {short(repr(found), 60)}")
         return [_message(each, number) for number, each in enumerate(found, 1)], record.get("tools") or None
 
-    def _refuse_special(self, messages: Sequence[dict[str, Any]], tools: Any) -> None:
-        """Special tokens come from the template alone: else a text could begin a turn of the system."""
+    def _protected(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Special tokens come from the template alone: else a text could begin a turn of the system.
+
+        Raises BadChat if a text spells one, or marks the spelling if it is to be encoded as text.
+        """
+        as_text = self.chat.special_tokens_in_text == "as_text"
         for name, value in [
             *((f"message {number}", each) for number, each in enumerate(messages, 1)),
             ("tools", tools),
         ]:
             for text in _texts(value):
-                if spelt := self._special.search(text):
+                if (spelt := self._special.search(text)) and not (as_text and spelt[0][1:]):
                     raise BadChat(f"{name}: spells the special token {spelt[0]}")
+                if as_text and _MARK in text:
+                    raise BadChat(f"{name}: has the character U+FDD0, which is no character of a text")
                 if SURROGATE.search(text):
                     raise BadChat(f"{name}: not Unicode: half of a surrogate pair")
+        if not as_text:
+            return [*messages], tools
+        return _with_texts(list(messages), self._mark), _with_texts(tools, self._mark)
+
+    def _mark(self, text: str) -> str:
+        return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
 
 
 def _texts(value: Any) -> list[str]:
@@ -126,6 +171,15 @@ def _texts(value: Any) -> list[str]:
         return [value]
     values = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [text for each in values for text in _texts(each)]
+
+
+def _with_texts(value: Any, changed: Callable[[str], str]) -> Any:
+    """A JSON value with every text of _texts changed."""
+    if isinstance(value, str):
+        return changed(value)
+    if isinstance(value, dict):
+        return {_with_texts(key, changed): _with_texts(each, changed) for key, each in value.items()}
+    return [_with_texts(each, changed) for each in value] if isinstance(value, list) else value
 
 
 def _found(record: dict[str, Any]) -> Any:

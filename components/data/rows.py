@@ -50,7 +50,14 @@ class ChatSpec(DataSpec):
 
     def settings(self) -> tuple[str, ...]:
         chat, template = self.chat, Chats(self.chat, self.tokenizer_path).template
-        rules = chat.messages_field, repr(chat.roles_to_train), chat.message_field_training, chat.history
+        rules: tuple[str, ...] = (
+            chat.messages_field,
+            repr(chat.roles_to_train),
+            chat.message_field_training,
+            chat.history,
+        )
+        if chat.special_tokens_in_text != "fail":
+            rules += (chat.special_tokens_in_text,)
         tokenizer = fingerprint(self.tokenizer_path, self.separator)
         return (_FORMAT, str(self.skip_errors), tokenizer, template.fingerprint(), *rules)
 
