@@ -309,6 +309,7 @@ CONTRADICTIONS = [
         (f"--chat.{key} {value}", f"chat.{key}")
         for key, value in {
             "template": "x.jinja",
+            "special_tokens_in_text": "as_text",
             "template_kwargs": "{}",
             "messages_field": "talk",
             "roles_to_train": "['user']",
