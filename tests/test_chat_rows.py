@@ -128,6 +128,13 @@ def rows_in_file(tmp_path: Path, path: Path) -> None:
     prepare(spec_of(load_config([*words, "--training.dataset_cache", str(tmp_path / "cache")])), 1)
 
 
+def test_a_template_that_writes_without_end_is_refused(tmp_path: Path) -> None:
+    template = tmp_path / "long.jinja"
+    template.write_text("{{ 'x' * 6000000000 }}")
+    with pytest.raises(ConfigError, match=r"chats.jsonl:1: the template .*long.jinja cannot show it: MemoryError"):
+        rows_in(tmp_path, RECORDS[:1], 64, "--chat.template", str(template))
+
+
 @pytest.mark.parametrize("name", ["chats.json", "chats.parquet"])
 def test_lists_and_parquet_files_are_read(name: str, tmp_path: Path) -> None:
     import pyarrow

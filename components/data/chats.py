@@ -20,7 +20,7 @@ from components.config.keys import short
 from components.config.tables import Chat
 from components.data.sources import SURROGATE
 from components.data.special_tokens import CHAT_TEMPLATE
-from components.data.template import BadChat, Template, load_template, targets
+from components.data.template import BadChat, Template, bounded, load_template, targets
 from components.data.tokenizer import Tokenizer, load_tokenizer
 
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
@@ -73,8 +73,9 @@ class Chats:
     def prompt(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Ids of messages and of the beginning of the turn that answers them. Raises BadChat."""
         messages, _ = self._protected(messages, None)
-        ((ids,), _) = self._encoded([self.template.render(messages, prompt=True)])
-        return ids
+        with bounded():
+            text = self.template.render(messages, prompt=True)
+        return self._encoded([text])[1]
 
     def ends(self) -> set[int]:
         """The tokens that end an answer."""

@@ -8,7 +8,9 @@ import contextlib
 import functools
 import json
 import re
+import resource
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,7 +25,9 @@ from components.data.tokenizer import find_tokenizer
 
 _MAPS = ("special_tokens_map.json", SETTINGS)
 _MOST_SECONDS = 10.0
-"""Time for one rendering, which takes a millisecond; nested loops of a template could take days."""
+"""Time for the renderings of a chat, which take milliseconds; nested loops of a template could take days."""
+_MOST_BYTES = 2 << 30
+"""Memory for them; a template could write a text of any length."""
 
 
 _ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
@@ -40,6 +44,29 @@ class Rendered(NamedTuple):
     text: str
     trained: list[tuple[int, int]]
     """Start and end of each part of the text that is trained: a turn, up to and with the token that ends it."""
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Raises BadChat after _MOST_SECONDS, and MemoryError where this process would take more than _MOST_BYTES more.
+
+    Signals reach the main thread alone, and others do not render.
+    """
+
+    def late(*_: object) -> None:
+        raise BadChat(f"the template has not ended within {_MOST_SECONDS:.0f} seconds")
+
+    before, bytes_before = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
+    signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_BYTES, bytes_before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, bytes_before)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -65,10 +92,10 @@ class Template:
 
         given = self.variables | {"messages": messages, "tools": tools, "add_generation_prompt": prompt}
         try:
-            with _in_time():
-                return self._compiled.render(**given)
+            return self._compiled.render(**given)
         except (jinja2.TemplateError, *_ERRORS) as error:
-            raise BadChat(f"the template {self.name} cannot show it: {' '.join(str(error).split())}") from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise BadChat(f"the template {self.name} cannot show it: {reason}") from None
 
     def fingerprint(self) -> str:
         """Everything that the text depends on: also the day, if the template asks for it."""
@@ -97,7 +124,8 @@ def load_template(chat: Chat, tokenizer_path: str) -> Template:
             raise ConfigError(f"chat.template: {file}: cannot be read: {error}") from None
     template = Template(source, name, names | json.loads(chat.template_kwargs))
     try:
-        template._compiled  # noqa: B018 - compiled once, here
+        with bounded():  # Jinja computes constants when it compiles
+            template._compiled  # noqa: B018
     except jinja2.TemplateError as error:
         raise ConfigError(f"chat.template: {name}: not a Jinja template: {error}") from None
     return template
@@ -116,22 +144,6 @@ def _of_folder(tokenizer: Path) -> str:
             ".jinja file; assets/templates has some"
         )
     return found
-
-
-@contextlib.contextmanager
-def _in_time() -> Iterator[None]:
-    """Raises BadChat after _MOST_SECONDS; signals reach the main thread alone, and others do not render."""
-
-    def late(*_: object) -> None:
-        raise BadChat(f"the template has not ended within {_MOST_SECONDS:.0f} seconds")
-
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @functools.cache
@@ -162,6 +174,7 @@ def _environment() -> Any:
     return made
 
 
+@bounded()
 def targets(
     template: Template,
     messages: Sequence[dict[str, Any]],
