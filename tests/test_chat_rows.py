@@ -247,6 +247,13 @@ def test_chats_of_1_and_of_400_labels_weigh_by_their_labels(tmp_path: Path) -> N
     assert not broken_bars(observe(*words, *split, ranks=2, steps=2), observe(*words, steps=2))
 
 
+def test_a_batch_with_one_label_is_divided_by_one(tmp_path: Path) -> None:
+    path = save(tmp_path, [said("q", "")])
+    words = (*CHATS, "--training.dataset_path", str(path), "--training.local_batch_size")
+    one, many = (observe(*words, n, "--training.global_batch_size", n, steps=1).losses[0] for n in ("1", "6"))
+    assert one == pytest.approx(many, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("function", "old", "new"),
     [

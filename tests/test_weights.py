@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -98,6 +99,7 @@ def test_import_and_export_keep_every_byte(folder: Path, layout: str, tmp_path: 
         folder=str(tmp_path / "run"),
         at_end=partial(export, checkpoint=tmp_path / "run" / "step-0", target=target),
     )
+    assert {stat.S_IMODE(file.stat().st_mode) for file in target.glob("*.safetensors")} == {0o644}
     before, after = tensors(folder), tensors(target)
     assert before.keys() == after.keys()
     for name in before:
