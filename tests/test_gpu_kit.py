@@ -38,7 +38,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--cpu", "--folder", str(tmp_path)]
     assert kit.main([*given, "--only", "plain attention"]) == 0
-    assert kit.main([*given, "--only", "checkpointing full: here", "--seconds", "100"]) == 0  # begins nothing
+    assert kit.main([*given, "--only", "checkpointing full: here", "--minutes", "1.6"]) == 0  # begins nothing
     assert kit.main([*given, "--only", "checkpointing full: here"]) == 0
     tables = (tmp_path / "tables.md").read_text()
     assert "| bfloat16, plain attention |" in tables
@@ -64,6 +64,27 @@ def test_it_checks_measures_profiles_and_goes_on(tmp_path: Path, capsys: pytest.
     assert "there are no results in" in capsys.readouterr().err
 
 
+def test_what_is_missing_comes_first_then_what_is_of_other_code(capsys: pytest.CaptureFixture[str]) -> None:
+    today = kit.code()
+    layouts, speeds = (
+        kit.Round(kind, 8, 60, [(f"{kind} {number}", dict) for number in range(4)]) for kind in ("layouts", "speeds")
+    )
+    rows: dict[str, Any] = {
+        "layouts 0": {"verdict": "holds", "code": today},
+        "layouts 1": {"verdict": "holds", "code": "older", "took": 20},
+        "layouts 2": {"verdict": "error", "code": today},
+        "speeds 1": {"wall": 1.0, "code": "older"},
+    }
+    planned = kit.plan([layouts, speeds], rows, [" 0", " 1", " 2"])
+    names = [name for _, work in planned for name, _ in work]
+    assert names == ["layouts 2", "speeds 0", "speeds 2", "layouts 1", "speeds 1"]
+    assert [*kit.dry(planned, rows, 30)][-2:] == ["    16 s  speeds 2", "    24 s  end, as far as is known; 2 left"]
+    assert kit.main(["--dry", "--minutes", "9", "--folder", str(Path(kit.__file__).parent)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "NCCL: " in lines[0]
+    assert ": here" in lines[-2]
+
+
 def test_what_was_measured_is_in_the_tables() -> None:
     rows = map(json.loads, (Path(kit.__file__).parent / "results.jsonl").read_text().splitlines())
     known = {name for name, _ in (*checks.checks(), *nccl.checks(), *kit.times(STEPS, "cuda"))}
@@ -76,7 +97,7 @@ def test_layouts_of_several_ranks_are_compared_with_one_process(
     """Over gloo here. The layout of another run is broken, and one that ends in an error says why."""
     monkeypatch.setattr(ranks, "COMPUTING", ranks.COMPUTING)
     given = ["--nccl", "--cpu", "--folder", str(tmp_path)]
-    assert kit.main([*given, "--only", "NCCL: tp 2", "--seconds", "0"]) == 0  # begins nothing
+    assert kit.main([*given, "--only", "NCCL: tp 2", "--minutes", "0"]) == 0  # begins nothing
     assert "left: the same command goes on" in capsys.readouterr().out
     right = nccl.LAYOUTS["NCCL: fsdp 2"]
     wrong = replace(right, words=(*right.words, "--debug.seed", "7"))
@@ -94,7 +115,9 @@ def test_layouts_of_several_ranks_are_compared_with_one_process(
     monkeypatch.setitem(nccl.LAYOUTS, "NCCL: refused", right)
     assert kit.main(given) == 1
     again = (tmp_path / "results.jsonl").read_text().splitlines()[len(lines) :]
-    assert [*map(json.loads, again)] == [{"NCCL: refused": rows["NCCL: right"] | {"seconds": ANY}}], "errors run again"
+    assert [*map(json.loads, again)] == [{"NCCL: refused": rows["NCCL: right"] | {"seconds": ANY, "took": ANY}}], (
+        "errors run again"
+    )
 
 
 def test_every_layout_on_nccl_is_accepted() -> None:

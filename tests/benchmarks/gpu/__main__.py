@@ -1,19 +1,22 @@
-"""Checks every fast path on a GPU against float32 on the CPU, then measures training steps and profiles the best one.
+"""Layouts of several ranks on NCCL, speeds of training steps, and every fast path against float32 on the CPU.
 
 python -m tests.benchmarks.gpu                      all of it, on the first GPU; goes on where it was stopped
-python -m tests.benchmarks.gpu --seconds 540        begins nothing that could end later than that
+python -m tests.benchmarks.gpu --minutes 9          what tells most, and nothing that could end later than that
+python -m tests.benchmarks.gpu --minutes 9 --dry    prints what that would be; needs no GPU
 python -m tests.benchmarks.gpu --processes 6        as many checks at once; speeds are measured one after another
 python -m tests.benchmarks.gpu --only "8B, 1 × 4096"  what has these words in its name; of several, in their order
 python -m tests.benchmarks.gpu --tables             tables and picture of what is in --folder; needs no GPU
-python -m tests.benchmarks.gpu --nccl               layouts of 2 to 8 ranks on NCCL, which may share a GPU
+python -m tests.benchmarks.gpu --nccl               only layouts of 2 to 8 ranks on NCCL, which may share a GPU
 python -m tests.benchmarks.gpu --cpu                a few small ones without a GPU: shows that the kit runs
 
-Results are added to results.jsonl in --folder, and shown in tables.md and speeds.png beside it. torchtitan is measured
-if .cache/peers has it (`python -m tests.benchmarks.peers.sides` installs it, where the network allows it).
+Results are added to results.jsonl in --folder, and shown in tables.md and speeds.png beside it. Rows without a result
+come first, then those of other code than today's. torchtitan is measured if .cache/peers has it (`python -m
+tests.benchmarks.peers.sides` installs it, where the network allows it).
 """
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
 import subprocess
@@ -21,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +44,8 @@ from tests.benchmarks.peers import sides
 
 MOST_SECONDS = 240
 """Of a side: compiling 8B takes a minute or two."""
+CODE = ("components", "models", "parallelize")
+"""Folders whose code a result is of."""
 SHOWN = {"here": "tab:blue", "torchtitan": "tab:orange", "bare loop": "tab:gray"}
 """Sides in the tables, with their colours."""
 
@@ -86,6 +92,65 @@ def mfu(step: Step, row: Row, device_name: str) -> str:
         return ""
     tokens = tokens_per_second(step, row)
     return " / ".join(f"{tokens * count / peak:.1%}" for count in flops(step))
+
+
+@dataclass(frozen=True)
+class Round:
+    """Rows of one kind."""
+
+    kind: str
+    seconds: float
+    """Of a row, as long as none has been measured."""
+    most: float
+    """Seconds that no row exceeds."""
+    work: list[Work]
+    processes: int = 1
+
+
+def rounds_of(steps: list[Step], device: str, processes: int, of_layouts: bool) -> list[Round]:
+    """In the order of what they tell. of_layouts: also layouts of several ranks."""
+    speeds = [*times(steps, device)]
+    ours = [(name, make) for name, make in speeds if name.endswith(": here")]
+    theirs = [(name, make) for name, make in speeds if not name.endswith(": here")]
+    layouts = [Round("layouts", 8, nccl.MOST_SECONDS, [*nccl.checks()])] if of_layouts else []
+    paths = Round("paths", 6, MOST_SECONDS, [*checks()], processes)
+    of_others = Round("speeds of others", 45, MOST_SECONDS, theirs)
+    return [*layouts, Round("speeds", 45, MOST_SECONDS, ours), paths, of_others]
+
+
+def plan(rounds: list[Round], rows: dict[str, Row], words: list[str]) -> list[tuple[Round, list[Work]]]:
+    """What is left of each round: first rows without a result, then rows of other code."""
+    missing, other = list[tuple[Round, list[Work]]](), list[tuple[Round, list[Work]]]()
+    today = code()
+    for each in rounds:
+        work = dict(each.work)
+        chosen = dict.fromkeys(name for part in words for name in work if part in name)
+        # Errors may be of what has changed since.
+        none = [name for name in chosen if rows.get(name, {"verdict": "error"}).get("verdict") == "error"]
+        stale = [name for name in chosen if name not in none and rows[name].get("code") != today]
+        missing.append((each, [(name, work[name]) for name in none]))
+        other.append((each, [(name, work[name]) for name in stale]))
+    return [*missing, *other]
+
+
+def dry(planned: list[tuple[Round, list[Work]]], rows: dict[str, Row], seconds: float) -> Iterator[str]:
+    """Lines of what would be run in so many seconds."""
+    spent, left = 0.0, 0
+    for each, work in planned:
+        for name, _ in work:
+            takes = rows.get(name, {}).get("took", each.seconds) / each.processes
+            if left or spent + takes > seconds:
+                left += 1
+                continue
+            yield f"{spent:6.0f} s  {name}"
+            spent += takes
+    yield f"{spent:6.0f} s  end, as far as is known; {left} left"
+
+
+def code() -> str:
+    """A hash of the code that results are of."""
+    files = [ROOT / "train.py", *sorted(file for name in CODE for file in (ROOT / name).rglob("*.py"))]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=8).hexdigest()
 
 
 def machine() -> Row:
@@ -167,9 +232,10 @@ def times(steps: list[Step], device: str) -> Iterator[Work]:
 
 
 def main(argv: list[str]) -> int:
-    """1 if a path does not hold, 2 if there is no GPU."""
+    """1 if a path does not hold or four ranks cannot talk, 2 if there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--minutes", type=float, default=float("inf"))
+    parser.add_argument("--dry", action="store_true")
     parser.add_argument("--only", nargs="+", default=[""])
     parser.add_argument("--folder", type=Path, default=ROOT / ".cache" / "gpu")
     parser.add_argument("--processes", type=int, default=1)
@@ -178,11 +244,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args(argv)
     started = time.monotonic()
-    if not options.cpu and not options.tables and not torch.cuda.is_available():
+    if not options.cpu and not options.tables and not options.dry and not torch.cuda.is_available():
         print("there is no GPU that this torch can use (--cpu runs a few small steps without one)", file=sys.stderr)
         return 2
     device, steps = ("cpu", TINY) if options.cpu else ("cuda", STEPS)
-    options.folder.mkdir(parents=True, exist_ok=True)
     results = options.folder / "results.jsonl"
     rows: dict[str, Row] = {}
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else ():
@@ -191,9 +256,12 @@ def main(argv: list[str]) -> int:
         print(f"there are no results in {options.folder}", file=sys.stderr)
         return 2
 
-    def done(name: str) -> bool:
-        """Errors may be of what has changed since."""
-        return rows.get(name, {"verdict": "error"}).get("verdict") != "error"
+    rounds = rounds_of(steps, device, options.processes, options.nccl or not options.cpu)
+    planned = plan(rounds[: 1 if options.nccl else None], rows, options.only)
+    if options.dry:
+        print(*dry(planned, rows, 60 * options.minutes), sep="\n")
+        return 0
+    options.folder.mkdir(parents=True, exist_ok=True)
 
     def add(name: str, row: Row) -> None:
         rows[name] = row
@@ -201,27 +269,25 @@ def main(argv: list[str]) -> int:
             print(json.dumps({name: row}), file=file)
         print(f"{time.monotonic() - started:6.0f} s  {name}  {row}", flush=True)
 
-    rounds = [(1, nccl.checks())] if options.nccl else [(options.processes, checks()), (1, times(steps, device))]
-    last = started + options.seconds - (nccl.MOST_SECONDS if options.nccl else MOST_SECONDS)
-    left = 0
-    if options.nccl and not options.tables:
+    left, end, today = 0, started + 60 * options.minutes, code()
+    if not options.tables and any(work for each, work in planned if each.kind == "layouts"):
         spent = nccl.smoke(4)
         print(f"four ranks cannot talk: {spent}" if isinstance(spent, Exception) else f"milliseconds: {spent}")
         if isinstance(spent, Exception):
-            return 1
+            planned = [(each, work) for each, work in planned if each.kind != "layouts"]
+            if not planned:
+                return 1
     if not options.tables:
         if rows.get("machine") != machine():
             add("machine", machine())
-        for processes, all_of_them in rounds:
-            work = dict(all_of_them)
-            chosen = [name for words in options.only for name in work if words in name and not done(name)]
-            for name, row in at_once(processes, last, [(name, work[name]) for name in dict.fromkeys(chosen)]):
+        for each, work in planned:
+            for name, row in at_once(each.processes, end - each.most, work):
                 if row is None:
                     left += 1
                 else:
-                    add(name, row)
+                    add(name, row | {"code": today})
         timed = [step for step in steps if "wall" in rows.get(f"{step.name}: here", {})]
-        if timed and "profile" not in rows and not left and not options.nccl and time.monotonic() <= last:
+        if timed and "profile" not in rows and not left and not options.nccl and time.monotonic() <= end - MOST_SECONDS:
             best = max(timed, key=lambda step: tokens_per_second(step, rows[f"{step.name}: here"]) * flops(step)[0])
             add("profile", profile(best, device, options.folder))
     (options.folder / "tables.md").write_text(tables(rows), encoding="utf-8")

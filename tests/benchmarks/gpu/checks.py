@@ -56,8 +56,9 @@ def checks() -> Iterator[Work]:
 
 
 def unless_late(last: float, make: Callable[[], Row]) -> Row | None:
-    """The row, if it is not too late to begin."""
-    return make() if time.monotonic() <= last else None
+    """The row with the seconds that it took, if it is not too late to begin."""
+    begun = time.monotonic()
+    return make() | {"took": round(time.monotonic() - begun, 1)} if begun <= last else None
 
 
 def at_once(processes: int, last: float, wanted: Sequence[Work]) -> Iterator[tuple[str, Row | None]]:
