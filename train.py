@@ -122,7 +122,7 @@ def build(config: JobConfig, device: torch.device) -> Run:
 
 
 def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[nn.Module], *datasets: Any) -> Run:
-    """The run at step 0 of stages that have memory, with the datasets of build_datasets."""
+    """The run at step 0, made of the datasets of build_datasets and of stages whose parameters have memory."""
     whole = meta_model(config.model)
     runner = build_runner(stages, whole.config, mesh, config, device)
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
@@ -203,7 +203,7 @@ def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor
 
 @torch.no_grad()
 def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
-    """Mean loss per label of the validation data, and the number of labels, on every rank; ends at an agreed stop."""
+    """The mean validation loss and the number of labels, on every rank. Ends early if all ranks agree to stop."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)

@@ -85,7 +85,7 @@ class TransformerConfig:
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)
 
     def keys_seen(self, layer: int, seq_len: int) -> tuple[float, float]:
-        """Keys per query, counted twice: all keys, or the window if smaller (PaLM); and the mean of visible keys."""
+        """Two counts of keys per query: PaLM's (seq_len, or the window if smaller), and the mean of visible keys."""
         if self.window is None or not self.has_window(layer) or self.window >= seq_len:
             return seq_len, seq_len / 2
         return self.window, self.window - self.window * (self.window - 1) / (2 * seq_len)

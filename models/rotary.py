@@ -41,7 +41,7 @@ class RopeScaling:
 
     @property
     def attention_factor(self) -> float:
-        """Factor of cosines and sines, which keeps the spread of logits over more tokens."""
+        """Factor of cosines and sines. It scales the logits, so that a softmax over more tokens stays as sharp."""
         if self.rope_type != "yarn":
             return 1.0
         if self.mscale and self.mscale_all_dim:

@@ -42,7 +42,7 @@ class Degrees:
 
     @property
     def efsdp(self) -> int:
-        """Ranks that share the weights of the same experts."""
+        """Ranks among which FSDP shards the same experts."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
     @property
@@ -110,8 +110,8 @@ _ON_DEMAND = (("pp", "dp_replicate", "efsdp", "ep"), ("pp", "holders"))
 class Mesh:
     """The ranks by dimension: pp, dp_replicate, dp_shard, cp, tp; and fsdp = dp_shard x cp, which shards the weights.
 
-    For experts the ranks of fsdp x tp are arranged as efsdp x ep. Neighbours along ep share the experts of a layer.
-    Ranks along efsdp share the weights of the same experts. holders are all ranks that hold parts of the same stages.
+    For experts the ranks of fsdp x tp are arranged as efsdp x ep. Neighbours along ep divide the experts of a layer.
+    Ranks along efsdp hold shards of the same experts. holders are all ranks that hold parts of the same stages.
     Needs an initialised process group.
     """
 
@@ -201,7 +201,7 @@ def _drawn(title: str, across: str, labels: list[list[str]], rows: Sequence[Brac
 
 
 def _shared_experts(degrees: Degrees, pipeline_first: bool) -> tuple[list[list[str]], list[Brackets]]:
-    """Labels, and the groups of ranks that share the experts of a layer, for each stage and each replica."""
+    """Labels, and the groups of ranks that divide the experts of a layer, for each stage and each replica."""
     labels: list[list[str]] = []
     rows: list[Brackets] = []
     shards = degrees.dp_shard * degrees.cp

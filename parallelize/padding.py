@@ -2,12 +2,12 @@
 
 - context parallel: a multiple of cp tokens; of 2 cp for the head-tail balancer
 - sequence parallel: a multiple of cp x tp
-- sequence splits of a pipeline: such a multiple for each part
+- sequence splits of a pipeline: the multiple above, times the number of splits
 - micro-batches: no padding, because rules refuse a batch that the number of micro-batches does not divide
 
 Padding tokens have no label, and their position is -1. If there are documents, the padding is a document of its own.
-Causal attention hides padding from all tokens of the sequence. Experts and the largest attention logit skip it. The
-divisor and the data order do not count it.
+Causal attention hides padding from all tokens of the sequence. Experts skip padding, and the largest attention logit is
+found without it. The divisor and the data order do not count it.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def page(rows: list[Row], axes: dict[str, tuple[str, ...]], bars: dict[str, floa
         "",
         "![Worst gradient error of each pair of settings](../assets/figures/composition.png)",
         "",
-        "A square is a pair of settings; columns are degrees and methods. Its colour is the worst gradient error of",
+        "A square is a pair of settings: its row's and its column's. Its colour is the worst gradient error of",
         "all proven layouts with both settings. A square is hatched if every layout with both was refused. The reason",
         "may be a third setting, such as a zero-bubble schedule. A square is white if no layout with both was run.",
         "",

@@ -44,7 +44,7 @@ from components.launch.process import cores
 
 _CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
 BLOCK_BYTES = 1 << 16
-_FORMAT = "2"  # part of the key; change it with the cutting of text or the storage of tokens
+_FORMAT = "2"  # part of the key; to be changed when the cutting of text or the storage of tokens changes
 
 Documents = Iterable[tuple[Document | BadRecord, Any]]
 """(document, position of the source after this document). Sources that cannot resume have the position None."""
@@ -98,7 +98,7 @@ class TokenCache:
     """
 
     trained: np.ndarray | None = None
-    """bool (tokens,): which tokens are trained, as labels; None for all of them."""
+    """bool (tokens,): whether a token is a label in training; None if all tokens are."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -176,7 +176,7 @@ def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
     try:
         files = find_files(spec.path, spec.endings)
         folder = cache_of(spec, files)
-        # An existing cache needs no lock, because its disk may be read-only.
+        # An existing cache is opened without a lock, because its disk may be read-only.
         if not is_made(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder.with_name(f".{folder.name}.lock"), f"tokenize {spec.path}"):

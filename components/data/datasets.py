@@ -74,7 +74,7 @@ def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedS
 
 
 def packed(config: JobConfig, cache: TokenCache, *given: Any) -> PackedSequences:
-    """Sequences of a cache; given: seq_len, part and held_out_fraction of PackedSequences."""
+    """Sequences of a cache. `given` holds the arguments seq_len, part and held_out_fraction of PackedSequences."""
     return ChatRows(cache, config.chat, *given) if isinstance(cache, ChatCache) else PackedSequences(cache, *given)
 
 

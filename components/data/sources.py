@@ -22,7 +22,7 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 _PIECE = 1 << 20
 """Characters of a text file that are read at once."""
 _LONGEST_LINE = 1 << 30
-"""Bytes of a line of JSONL; a longer one is no record, but perhaps a JSON list in one line."""
+"""Maximum bytes of a JSONL line. A longer line is not a record, but may be a JSON list written in one line."""
 _ROWS = 256
 """Rows of a parquet file that are decoded at once."""
 
@@ -48,7 +48,7 @@ def ending(file: Path) -> str:
 def find_files(path: str, endings: Collection[str] = ()) -> list[Path]:
     """The sorted data files of a path: a file, a folder with its subfolders, or a glob. Skips empty and hidden files.
 
-    endings: of the files that count, in small letters; those of READERS by default.
+    endings: the endings of data files, in small letters; default: the endings of READERS.
 
     Raises ConfigError if there are no data files, or if the path is a file with an unknown ending.
     """
@@ -205,7 +205,7 @@ def text_pieces(text: TextIO, name: str) -> Iterator[str]:
             joined, mark = held + piece.removeprefix(mark), ""
             held = "\r" if joined.endswith("\r") else ""  # its \n may come with the next piece
             yield joined[: len(joined) - len(held)].replace("\r\n", "\n")
-    except UnicodeDecodeError as error:  # counts from the start of the block that was decoded last
+    except UnicodeDecodeError as error:  # error.start counts from the start of the last decoded block
         at = text.buffer.tell() - len(error.object) + error.start
         raise ConfigError(f"{name}: not UTF-8 at byte {at}") from None
     yield held
@@ -218,7 +218,7 @@ def _pieces(file: Path) -> Iterator[str]:
 
 def _read_text(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
     try:
-        for _ in _pieces(file):  # a file that is not UTF-8 further on has no document
+        for _ in _pieces(file):  # reads to the end first, because a file with an invalid byte has no document
             pass
     except ConfigError as error:
         yield BadRecord(str(error))

@@ -23,7 +23,7 @@ _BUFFERS = 3
 
 
 class Piece(NamedTuple):
-    """Rows of this rank's part of a parameter, with what the optimizer keeps of them, on the parameter's device."""
+    """Rows of this rank's shard of a parameter, and their optimizer state, on the parameter's device."""
 
     parameter: Tensor
     rows: slice
@@ -129,7 +129,7 @@ class Visits:
 
 
 def _cut(whole: list[Piece]) -> list[list[Piece]]:
-    """Cuts shards into pieces, and groups pieces into buckets of at most BUCKET numbers, or of one piece."""
+    """Cuts shards into pieces, and groups pieces into buckets of at most BUCKET elements, or of one piece."""
     buckets: list[list[Piece]] = []
     room = 0
     for piece in whole:
@@ -147,7 +147,7 @@ def _cut(whole: list[Piece]) -> list[list[Piece]]:
 
 
 def _vectors(piece: Piece) -> dict[str, Tensor]:
-    """The piece's rows of each state tensor that has a value per number, or per block of numbers."""
+    """The piece's rows of each state tensor that has a value per element, or per block of elements."""
     return {key: as_rows(piece.of(kept)) for key, kept in piece.state.items() if kept.ndim}
 
 
