@@ -206,9 +206,12 @@ def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.Monkey
     monkeypatch.setattr(start, "preload", lambda modules, threads: None)
     monkeypatch.setattr(start, "check_layout_and_weights", lambda config, settings: seen.append(gc.isenabled()))
     monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
-    monkeypatch.setattr(
-        prepare, "prepare_all", lambda config: seen.append((gc.isenabled(), gc.get_freeze_count() > 1e4))
-    )
+
+    def prepare_all(config: JobConfig) -> JobConfig:
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 1e4))
+        return config
+
+    monkeypatch.setattr(prepare, "prepare_all", prepare_all)
     monkeypatch.setattr(start, "start", lambda *arguments: 0)
     try:
         assert start.main(["--job.dump_folder", str(tmp_path)]) == 0
@@ -334,7 +337,7 @@ def test_ranks_train_the_job_that_the_launcher_has_resolved(monkeypatch: pytest.
     config = load_config(words)
     monkeypatch.setattr(start, "preload", lambda modules, threads: None)
     monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
-    monkeypatch.setattr(prepare, "prepare_all", lambda config: None)
+    monkeypatch.setattr(prepare, "prepare_all", lambda config: config)
 
     def take(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:
         given.append(argv)
