@@ -97,7 +97,7 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """The numbers that a checkpoint keeps beside tensors."""
-        order = data_order(self.train_set.key, self.train_set.content, self.config)
+        order = data_order(self.train_set.key, self.train_set.content, self.config, self.train_set.mixture)
         numbers = {"sequences": self.sequences, "tokens": self.tokens, "global_batch_size": self.global_batch_size}
         return {**numbers, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
 

@@ -53,7 +53,7 @@ from tests.figures import Observation, broken_bars, figures
 from tests.limits import TimeLimit
 from tests.ranks import Ranks, kept_ranks
 from tests.routing import Routing, watch
-from tests.small import RECIPE, SMALL
+from tests.small import RECIPE, small_for
 
 for name in MODELS:
     parallelize_model(name)
@@ -138,7 +138,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     started = time.perf_counter()
     if case.mutate:
         case.mutate()
-    argv = ["--job.config_file", str(RECIPE), *SMALL, *case.overrides]
+    argv = ["--job.config_file", str(RECIPE), *small_for(case.overrides), *case.overrides]
     config = load_config(argv)
     check_layout(config, resolve_degrees(config, dist.get_world_size()))
     _forget_groups(config, case.at_end is not None)

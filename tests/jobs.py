@@ -20,6 +20,7 @@ def _keys(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 OURS = dict(_keys(to_dict(JobConfig())))
+"""Key -> default. An array of tables is one key here, and [] by default."""
 _TITAN = tomllib.loads((ROOT / "tests/titan_v02_keys.toml").read_text(encoding="utf-8"))
 TITAN_UNSET: list[str] = _TITAN.pop("unset")
 TITAN = dict(_keys(_TITAN))

@@ -214,6 +214,7 @@ CASES = [
     Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
 ]  # fmt: skip
 
+MIXTURE = "--training.mixture[1].name a --training.mixture[1].dataset_path a"
 CONTRADICTIONS = [
     ("--optimizer.momentum 0.9", "optimizer.momentum"),
     ("--optimizer.newton_schulz_steps 4", "optimizer.newton_schulz_steps"),
@@ -304,6 +305,17 @@ CONTRADICTIONS = [
             "dataset_streaming": "true",
             "document_mask": "false",
         }.items()
+    ),
+    (f"{MIXTURE} --training.dataset_path x", "training.mixture"),
+    (f"{MIXTURE} --training.mixture[2].name a --training.mixture[2].dataset_path b", "training.mixture"),
+    (f"{MIXTURE} --training.mixture[1].weight 0", "training.mixture"),
+    *(
+        (f"{given} --training.mixture_phase[1].from_sequence 8 --training.mixture_phase[1].weights {weights}", key)
+        for given, weights, key in (
+            ("", "{a=1}", "training.mixture_phase"),
+            (MIXTURE, "{b=1}", "training.mixture_phase"),
+            (MIXTURE, "{a=0}", "training.mixture_phase"),
+        )
     ),
     *(
         (f"--chat.{key} {value}", f"chat.{key}")

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,3 +142,9 @@ SMALL = [
     *("--checkpoint.enable", "false"),
 ]
 """The debug recipe where a step takes milliseconds. With this eps the sign of near-zero gradients decides nothing."""
+
+
+def small_for(words: Sequence[str]) -> list[str]:
+    """SMALL, without its data if the words name a mixture."""
+    mixed = any(word.startswith("--training.mixture[") for word in words)
+    return SMALL[2:] if mixed else SMALL

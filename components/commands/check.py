@@ -23,7 +23,7 @@ from components.commands.start import check_devices, check_folders, check_initia
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.config.files import writable
 from components.data.cache import cache_of, is_made
-from components.data.datasets import spec_of
+from components.data.datasets import of_source, spec_of
 from components.data.hub import hub_place, is_of_hub
 from components.data.sources import BadRecord, Unread, ending, find_files, unread_files
 from components.data.stream import check_stream, is_stream
@@ -91,7 +91,8 @@ def tokenizer(job: Job) -> str:
 def data(job: Job) -> str:
     """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
     training, validation = job.config.training, job.config.validation
-    said = [_own(job, validation.dataset_path)] if validation.enable and validation.dataset_path else []
+    own = validation.dataset_path if validation.enable else None
+    said = [_own(job, job.config, own)] if own else []
     if is_stream(training):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
@@ -99,12 +100,14 @@ def data(job: Job) -> str:
     if is_of_hub(training):
         place, part, revision = hub_place(job.config)
         return "; ".join([f"the start downloads {place} ({part or 'default'}) at {revision}", *said])
-    return "; ".join([_own(job, None), *said])
+    jobs = [of_source(job.config, source) for source in training.mixture] or [job.config]
+    return "; ".join([*(_own(job, config) for config in jobs), *said])
 
 
-def _own(job: Job, path: str | None) -> str:
-    training = job.config.training
-    spec = spec_of(job.config, path)
+def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
+    """About the training data of a job or of one source, or about data at another path."""
+    training = config.training
+    spec = spec_of(config, path)
     files, left = find_files(spec.path, spec.endings), _not_read(unread_files(spec.path, spec.endings))
     for file in files:
         for document in islice(spec.documents(file), 1):

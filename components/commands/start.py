@@ -6,7 +6,9 @@ Without GPUs no check before check_layout_and_weights imports torch, so check_jo
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
+import io
 import os
 import re
 import signal
@@ -15,6 +17,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from components.config import (
     EXPORTS,
@@ -28,6 +31,7 @@ from components.config import (
     to_json,
 )
 from components.config.files import writable
+from components.config.tables import Phase, Source, Training
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
@@ -262,14 +266,18 @@ def print_help() -> None:
 
     hints = typing.get_type_hints(JobConfig)
     names = [field.name for field in dataclasses.fields(JobConfig) if dataclasses.is_dataclass(hints[field.name])]
+    # An array of tables is shown by its first table.
+    arrays: dict[str, Any] = {"mixture": [Source(name="a", dataset_path="a")]}
+    arrays |= {"mixture_phase": [Phase(from_sequence=1, weights={"a": 1.0})]}
+    made: dict[str, Any] = {name: hints[name] for name in names} | {"training": functools.partial(Training, **arrays)}
     tables = dataclasses.make_dataclass(
-        "Tables", [(name, hints[name], dataclasses.field(default_factory=hints[name])) for name in names]
+        "Tables", [(name, hints[name], dataclasses.field(default_factory=made[name])) for name in names]
     )
     try:
         print(_HELP)
-        tyro.cli(tables, prog="./run_train.sh", description="All keys:", args=["--help"], use_underscores=True)
-    except SystemExit:
-        sys.stdout.flush()
+        with contextlib.redirect_stdout(io.StringIO()) as keys, contextlib.suppress(SystemExit):
+            tyro.cli(tables, prog="./run_train.sh", description="All keys:", args=["--help"], use_underscores=True)
+        print(re.sub(r"\.0\b", "[1]", keys.getvalue()), flush=True)
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 

@@ -86,7 +86,38 @@ def _folder_misfit(job: JobConfig, key: str) -> str | bool:
     return False
 
 
+def _mixture_misfit(job: JobConfig) -> str | bool:
+    """Refuses a mixture beside another dataset, sources of one name, and a mixture without any weight."""
+    names = [source.name for source in job.training.mixture]
+    if not names:
+        return False
+    for key in ("dataset_path", "dataset_streaming"):
+        if value_of(job, f"training.{key}"):
+            return f"the sources have paths of their own: leave training.{key} out"
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        return f'two sources have the name "{twice[0]}"'
+    return not any(source.weight for source in job.training.mixture) and "no source has a weight above 0"
+
+
+def _phases_misfit(job: JobConfig) -> str | bool:
+    """Refuses phases without a mixture, out of order, of unknown sources, or without any weight."""
+    phases, names = job.training.mixture_phase, [source.name for source in job.training.mixture]
+    if phases and not names:
+        return "needs [[training.mixture]]"
+    starts = [phase.from_sequence for phase in phases]
+    if starts != sorted(set(starts)):
+        return f"from_sequence must grow from phase to phase; it is {', '.join(map(str, starts))}"
+    for phase in phases:
+        if unknown := sorted(phase.weights.keys() - {*names}):
+            return f'no source has the name "{unknown[0]}"; there are {", ".join(names)}'
+        if not any(phase.weights.values()):
+            return f"from_sequence = {phase.from_sequence}: no source has a weight above 0"
+    return False
+
+
 CONTRADICTIONS = [
+    Rule("training.mixture", _mixture_misfit),
+    Rule("training.mixture_phase", _phases_misfit),
     *(
         Rule(f"optimizer.{key}", partial(_optimizer_misfit, key=key))
         for key in sorted({key for keys in OPTIMIZER_KEYS.values() for key in keys})
@@ -298,6 +329,7 @@ CONTRADICTIONS = [
         lambda job: (
             job.training.dataset_format == "chat"
             and job.training.dataset_path is None
+            and not job.training.mixture
             and "/" not in job.training.dataset
             and 'chats are read from files: set training.dataset_path, or training.dataset = "org/name" of the hub'
         ),

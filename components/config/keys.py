@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -36,6 +37,8 @@ def describe_type(annotation: Any) -> str:
         return " or ".join(describe_type(part) for part in arguments if part is not type(None))
     if origin is list:
         return f"a list of {describe_type(arguments[0])}"
+    if origin is dict:
+        return f"a table of names, each with {describe_type(arguments[1])}"
     return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[annotation]
 
 
@@ -46,6 +49,8 @@ def show(value: Any) -> str:
     """A value in TOML notation on one line, shortened if it is long."""
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
+        return f"({len(value)} tables)"
     if isinstance(value, str):
         return short(f'"{value}"' if value.isprintable() else json.dumps(value))
     try:
@@ -64,16 +69,38 @@ def short(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
-def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ("table.key", annotated type) for every key of every table."""
+def table_of(annotation: Any) -> Any:
+    """The dataclass of a table, or of each table of an array; None for other types."""
+    (*_, inner) = typing.get_args(annotation) if typing.get_origin(annotation) is list else (annotation,)
+    return inner if dataclasses.is_dataclass(inner) else None
+
+
+def plain(key: str) -> str:
+    """A key without indexes of arrays, 1 to 999: training.mixture.name of training.mixture[2].name."""
+    return re.sub(r"\[[1-9]\d{0,2}\]", "", key)
+
+
+def _arrays(table: Any = JobConfig, prefix: str = "") -> Iterator[str]:
     hints = typing.get_type_hints(table, include_extras=True)
     for field in dataclasses.fields(table):
-        if dataclasses.is_dataclass(hints[field.name]):
-            yield from _fields(hints[field.name], f"{prefix}{field.name}.")
+        if typing.get_origin(hints[field.name]) is list and table_of(hints[field.name]):
+            yield f"{prefix}{field.name}"
+        elif dataclasses.is_dataclass(hints[field.name]):
+            yield from _arrays(hints[field.name], f"{prefix}{field.name}.")
+
+
+def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields ("table.key", annotated type) for every key of every table, also of arrays of tables, without index."""
+    hints = typing.get_type_hints(table, include_extras=True)
+    for field in dataclasses.fields(table):
+        if nested := table_of(hints[field.name]):
+            yield from _fields(nested, f"{prefix}{field.name}.")
         elif prefix:
             yield f"{prefix}{field.name}", hints[field.name]
 
 
 FIELDS = dict(_fields())
+ARRAYS = {*_arrays()}
+"""Arrays of tables, whose keys have an index: training.mixture[1].name."""
 NAMES = [*FIELDS, *UNAVAILABLE, *RENAMED]
 TABLES = sorted({name.rpartition(".")[0] for name in NAMES} | {"quantize", "quantize.linear", "quantize.grouped_mm"})

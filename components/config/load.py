@@ -5,6 +5,7 @@ import difflib
 import functools
 import json
 import os
+import re
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,17 @@ import pydantic
 from components.config import names
 from components.config.bounds import INSIDE, PATH
 from components.config.contradictions import CONTRADICTIONS
-from components.config.keys import FIELDS, NAMES, TABLES, ConfigError, describe_type, show_key
+from components.config.keys import (
+    ARRAYS,
+    FIELDS,
+    NAMES,
+    TABLES,
+    ConfigError,
+    describe_type,
+    plain,
+    show_key,
+    table_of,
+)
 from components.config.optimizer import LRScheduler
 from components.config.read import Given, read_file, read_overrides
 from components.config.rule import check_rules
@@ -62,10 +73,9 @@ def load_config(argv: list[str]) -> JobConfig:
         values["model.name"], values["model.flavor"] = names.RENAMED_MODELS[model]
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
-    config = _build(JobConfig, values, origins=origins)
-    # Contradictions are checked only if every value is valid, because defaults have replaced invalid values.
-    if mistakes:
+    if mistakes:  # before contradictions are checked, because a default would stand for an invalid value
         raise ConfigError(mistakes)
+    config = _build(JobConfig, values, origins=origins)
     check_rules(CONTRADICTIONS, config)
     return config
 
@@ -82,10 +92,11 @@ def from_json(text: str) -> JobConfig:
 
 def _table(table: Any, given: dict[str, Any]) -> Any:
     hints = _type_hints(table)
-    values = {
-        name: _table(hints[name], value) if dataclasses.is_dataclass(hints[name]) else value
-        for name, value in given.items()
-    }
+    values = dict(given)
+    for name, value in given.items():
+        if nested := table_of(hints[name]):
+            is_array = isinstance(value, list)
+            values[name] = [_table(nested, each) for each in value] if is_array else _table(nested, value)
     return table(**values)
 
 
@@ -101,9 +112,10 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
     tables = to_dict(config)
     for key, annotation in FIELDS.items():
         *names, last = key.split(".")
-        table = functools.reduce(dict.__getitem__, names, tables)
-        if _is_path(annotation) and table[last] and (key, table[last]) != ("chat.template", OF_TOKENIZER):
-            table[last] = str(_absolute(key, table[last]))
+        found = functools.reduce(dict.__getitem__, names, tables)
+        for table in found if isinstance(found, list) else [found]:
+            if _is_path(annotation) and table[last] and (key, table[last]) != ("chat.template", OF_TOKENIZER):
+                table[last] = str(_absolute(key, table[last]))
     return tables
 
 
@@ -150,9 +162,17 @@ def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
         if is_on and (value != accepted or type(value) is not type(accepted)):
             raise ConfigError(setting.mistake(reason))
         return None, None
-    if key in FIELDS:
-        return key, value
-    raise ConfigError(setting.mistake(_unknown(key, value)))
+    if (name := plain(key)) in FIELDS:
+        table, of_array = key.rpartition(".")[0], name.rpartition(".")[0] in ARRAYS
+        if of_array and table == plain(table):
+            last = key.rpartition(".")[2]
+            reason = f"[[{table}]] is an array of tables; on the command line, {table}[1].{last}"
+            raise ConfigError(setting.mistake(reason))
+        if of_array or name == key:
+            return key, value
+    if key in ARRAYS:
+        raise ConfigError(setting.mistake(f"expected tables [[{key}]], each with its keys"))
+    raise ConfigError(setting.mistake(_unknown(plain(key), value)))
 
 
 def _unknown(key: str, value: Any) -> str:
@@ -183,21 +203,36 @@ def _unknown(key: str, value: Any) -> str:
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
-    """A validator for a key. Cached, because making a validator takes longer than checking a value."""
+    """A validator for a key without index. Cached, because it takes longer to make one than to check a value."""
     return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _checked(key: str, value: Any, setting: Given) -> Any:
     """Returns the value. Raises ConfigError if it does not have the key's type or is out of bounds."""
     try:
-        return _adapter(key).validate_python(value)
+        return _adapter(plain(key)).validate_python(value)
     except pydantic.ValidationError as error:
         reasons = (str(found["ctx"]["error"]) for found in error.errors() if found["type"] == "value_error")
-        raise ConfigError(setting.mistake(next(reasons, f"expected {describe_type(FIELDS[key])}"))) from None
+        raise ConfigError(setting.mistake(next(reasons, f"expected {describe_type(FIELDS[plain(key)])}"))) from None
 
 
 _MOST_MISTAKES = 100
 _type_hints = functools.cache(typing.get_type_hints)
+
+
+def _build_array(table: Any, values: dict[str, Any], key: str) -> list[Any]:
+    """The tables of an array. Raises ConfigError if one is left out, or lacks a key that has no default."""
+    numbers = {int(found[1]) for name in values if (found := re.match(rf"{re.escape(key)}\[(\d+)\]", name))}
+    needed = [field.name for field in dataclasses.fields(table) if _has_no_default(field)]
+    lacking = [(number, name) for number in range(1, max(numbers, default=0) + 1) for name in needed]
+    missing = [f"{key}[{number}].{name}" for number, name in lacking if f"{key}[{number}].{name}" not in values]
+    if missing:
+        raise ConfigError([f"{name} is missing: [[{key}]] needs {' and '.join(needed)}" for name in missing])
+    return [_build(table, values, f"{key}[{number}].") for number in sorted(numbers)]
+
+
+def _has_no_default(field: Any) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
 def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) -> Any:
@@ -205,7 +240,9 @@ def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) ->
     hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
+        if key in ARRAYS:
+            more[field.name] = _build_array(table_of(hints[field.name]), values, key)
+        elif dataclasses.is_dataclass(hints[field.name]):
             more[field.name] = _build(hints[field.name], values, f"{key}.")
         elif key in values:
             more[field.name] = values[key]

@@ -6,13 +6,14 @@ import os
 import re
 import stat
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import tomli
 
-from components.config.keys import FIELDS, ConfigError, describe_type, show, show_key
+from components.config.keys import ARRAYS, FIELDS, ConfigError, describe_type, plain, show, show_key
 from components.config.names import RENAMED
 
 COMMAND_LINE = "command line"
@@ -75,8 +76,11 @@ def read_file(path: Path) -> Iterator[Given]:
 
 def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in document.items():
-        if isinstance(value, dict) and f"{prefix}{name}" not in FIELDS:
+        if isinstance(value, dict) and plain(f"{prefix}{name}") not in FIELDS:
             yield from _flatten(value, f"{prefix}{name}.")
+        elif f"{prefix}{name}" in ARRAYS and isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            for number, each in enumerate(value, 1):
+                yield from _flatten(each, f"{prefix}{name}[{number}].")
         else:
             yield f"{prefix}{name}", value
 
@@ -84,10 +88,14 @@ def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 def _lines_of_keys(text: str) -> dict[str, int]:
     """Line number of each table and key. tomli does not provide lines, but job files are simple enough to scan."""
     lines: dict[str, int] = {}
+    counts = Counter[str]()
     table = ""
     for number, line in enumerate(text.splitlines(), 1):
-        if header := re.match(r"\s*\[([^\[\]]+)\]", line):
-            table = re.sub(r"[\s\"']", "", header[1])
+        if header := re.match(r"\s*\[(\[?)([^\[\]]+)\]", line):
+            table = re.sub(r"[\s\"']", "", header[2])
+            if header[1]:
+                counts[table] += 1
+                table = f"{table}[{counts[table]}]"
             lines.setdefault(table, number)
         elif "=" in line and re.fullmatch(r"[\w.-]+", name := re.sub(r"[\s\"']", "", line.partition("=")[0])):
             lines.setdefault(f"{table}.{name}" if table else name, number)
@@ -129,7 +137,7 @@ def _is_unicode(word: str) -> bool:
 
 def _from_string(key: str, raw: str) -> Any:
     """Parses a word of the command line as a TOML value; a word that is not TOML is a string."""
-    if _takes_string(FIELDS.get(RENAMED.get(key, (key, ""))[0])):
+    if _takes_string(FIELDS.get(plain(RENAMED.get(key, (key, ""))[0]))):
         return raw
     try:
         return tomli.loads(f"value = {raw.lower() if raw in ('True', 'False') else raw}")["value"]
@@ -146,6 +154,6 @@ _MOST_BYTES = 1 << 20
 
 
 def _takes_string(annotation: Any) -> bool:
-    if typing.get_origin(annotation) is list:
+    if typing.get_origin(annotation) in (list, dict):
         return False
     return annotation is str or any(_takes_string(member) for member in typing.get_args(annotation))

@@ -1,6 +1,7 @@
 """Rules, which are rows of tables of refusals, and the mistakes of a job that breaks rules."""
 
 import functools
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,15 @@ def check_rules(rules: Iterable[Rule], config: JobConfig, *facts: Any) -> None:
 
 def mistake(config: JobConfig, key: str, reason: str) -> str:
     """A message of a ConfigError: where the key was set, its value, the reason."""
-    return f"{config.origins.get(key, 'default')}: {key} = {show(value_of(config, key))}: {reason}"
+    origins = (origin for name, origin in config.origins.items() if name == key or name.startswith(f"{key}["))
+    return f"{next(origins, 'default')}: {key} = {show(value_of(config, key))}: {reason}"
 
 
 def value_of(config: JobConfig, key: str) -> Any:
-    """The value of a key, or a table."""
-    return functools.reduce(getattr, key.split("."), config)
+    """The value of a key, or a table. A key of an array of tables has an index: training.mixture[1].name."""
+
+    def inside(table: Any, name: str) -> Any:
+        found = re.fullmatch(r"(\w+)\[(\d+)\]", name)
+        return getattr(table, found[1])[int(found[2]) - 1] if found else getattr(table, name)
+
+    return functools.reduce(inside, key.split("."), config)

@@ -15,11 +15,13 @@ from components.config.bounds import (
     Name,
     NonNegative,
     PathName,
+    Position,
     Positive,
     PositiveFloat,
     Seconds,
     Seed,
     Sequences,
+    Weight,
 )
 from components.config.model import Model
 from components.config.optimizer import LRScheduler, Optimizer
@@ -41,14 +43,44 @@ class DataLoader:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Source:
+    """One of the datasets of a mixture, [[training.mixture]] (docs/mixtures.md)."""
+
+    name: Name
+    """Names the source in phases and messages, and seeds the order of its sequences."""
+    dataset_path: PathName
+    """As training.dataset_path."""
+    dataset_format: Literal["", "text"] = ""
+    """text: a source of texts among chats. Empty: training.dataset_format."""
+    weight: Weight = 1.0
+    """Share of the sequences, relative to the weights of the other sources. 0: none before a phase that has some."""
+    max_epochs: Weight = 0.0
+    """Refuse the run if it would see the source more often than this; 0: no bound."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """Other weights from a sequence of the run on, [[training.mixture_phase]]."""
+
+    from_sequence: Position
+    """The first sequence of the phase; step t begins at sequence (t - 1) x training.global_batch_size."""
+    weights: dict[str, Weight]
+    """Weight of each source; 0 for sources that are left out."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Training:
     """Data, batch, precision and length of the run."""
 
     dataset: Name = "kjv"
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
-    "org/name:config", "org/name:config@revision". Ignored if dataset_path is set."""
+    "org/name:config", "org/name:config@revision". Ignored if dataset_path or mixture is set."""
     dataset_path: PathName | None = None
     """Local data: a .txt, .jsonl, .ndjson or .parquet file, or a folder or glob of such files."""
+    mixture: list[Source] = field(default_factory=list)
+    """Several datasets instead of one, in exact shares."""
+    mixture_phase: list[Phase] = field(default_factory=list)
+    """Changes of the shares during the run, in order."""
     dataset_streaming: bool = False
     """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
     then keep the order of the text. Datasets of the hub are always streamed, except chats, which are downloaded."""

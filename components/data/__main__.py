@@ -9,8 +9,9 @@ from dataclasses import replace
 from components.config import ConfigError, JobConfig, load_config
 from components.config.bounds import path_argument
 from components.data.cache import prepare
-from components.data.datasets import spec_of
+from components.data.datasets import of_source, spec_of
 from components.data.hub import fetch, is_of_hub
+from components.data.mixture import phases
 from components.data.show import show
 from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
@@ -28,12 +29,14 @@ def prepare_all(config: JobConfig) -> JobConfig:
     validation, streamed = config.validation, is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
-    for path in own if streamed else [None, *own]:
-        spec = spec_of(config, path)
+    phases(config.training)
+    sources = [of_source(config, source) for source in config.training.mixture]
+    trained = [] if streamed else [spec_of(job) for job in sources or [config]]
+    for spec in [*trained, *(spec_of(config, path) for path in own)]:
         _warn_unread(unread_files(spec.path, spec.endings))
         prepare(spec)
-        if path is None and is_of_hub(config.training):
-            config = replace(config, training=replace(config.training, dataset_path=spec.path))
+    if is_of_hub(config.training) and not streamed and not sources:
+        config = replace(config, training=replace(config.training, dataset_path=trained[0].path))
     return config
 
 
@@ -51,7 +54,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m components.data")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="--job.config_file FILE [--table.key value ...]", add_help=False)
-    showing = commands.add_parser("show", help="a row of chats: --job.config_file FILE [--table.key value ...]")
+    showing = commands.add_parser("show", help="a row of chats, or a mixture's shares: --job.config_file FILE ...")
     showing.add_argument("--row", type=int, default=0, help="number of the row (0)")
     showing.add_argument("--json", action="store_true", help="tokens, labels, positions, documents and text as JSON")
     showing.add_argument("--html", type=path_argument, metavar="FILE", help="write the row as a page")

@@ -32,12 +32,16 @@ def token_keys(positions: np.ndarray, seq_len: int, seed: int) -> np.ndarray:
     return _mix(tokens ^ _mix(np.uint64(seed))).view(np.int64)
 
 
-def data_order(data_key: str, content: str | None, config: JobConfig) -> dict[str, Any]:
+def data_order(
+    data_key: str, content: str | None, config: JobConfig, mixture: list[Any] | None = None
+) -> dict[str, Any]:
     """Everything that determines the order of sequences.
 
     content: hash of the files of a streamed folder, because data_key does not depend on their content; else None.
+    mixture: PackedSequences.mixture, instead of data_key.
     """
-    order = {"data": data_key, "training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+    data: dict[str, Any] = {"training.mixture": mixture} if mixture else {"data": data_key}
+    order = data | {"training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
     return order | ({"content of the stream's files": content} if content else {})
 
 
@@ -46,19 +50,26 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
 
     global_batch_size: the value in the job file; -1 if it follows from the layout.
     """
-    order = now["data_order"]
+    before, order = saved["data_order"], now["data_order"]
+    if "training.mixture" in before and "training.mixture" in order:  # phases may be added to what is to come
+        before, order = (
+            {**each, "training.mixture": [phase for phase in each["training.mixture"] if phase[0] < saved["sequences"]]}
+            for each in (before, order)
+        )
     # The key of the data is a hash.
     names = {"data": "the data (text, tokenizer, training.dataset_separator)"}
     changed = [
-        f"{names.get(key, key)} was {was}, is {order.get(key)}"
-        for key, was in saved["data_order"].items()
-        if order.get(key) != was
+        f"{names.get(key, key)} was {was}, is {order.get(key)}" for key, was in before.items() if order.get(key) != was
     ]
     size, size_now = saved["global_batch_size"], now["global_batch_size"]
     if global_batch_size == -1 and size != size_now:
         changed.append(f"training.global_batch_size is unset and would be {size_now}; set it to {size}")
     if changed:
         remedy = 'to start the data anew, set checkpoint.exclude_from_loading = ["dataloader"]'
+        if before.get("training.mixture") != order.get("training.mixture"):
+            remedy += (
+                f"; new weights are a [[training.mixture_phase]] with from_sequence = {saved['sequences']} or more"
+            )
         raise ConfigError([f"the checkpoint continues another run: {change}; {remedy}" for change in changed])
 
 

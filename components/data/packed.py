@@ -1,6 +1,6 @@
 """Sequences of equal length, cut from a token stream without gaps; held-out data."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -27,6 +27,8 @@ class PackedSequences:
     text does not fill one sequence.
     """
 
+    mixture: list[Any] | None = None
+    """The phases of a mixture: first position, and the weight and the key of each source's data. None without one."""
     content: str | None = None
     """Hash of the files of a streamed folder, whose key does not depend on their content; None for other data."""
 

@@ -2,6 +2,7 @@
 
 import html
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from components.config import ConfigError, JobConfig, mistake
 from components.data.cache import prepare
-from components.data.datasets import packed, spec_of
+from components.data.datasets import mixture_lines, mixtures, packed, spec_of
 from components.data.loader import IGNORED, batch_of
 from components.data.rows import ChatRows
 from components.data.tokenizer import Tokenizer, load_tokenizer
@@ -92,8 +93,26 @@ def statistics(rows: ChatRows) -> list[str]:
     return [*lines, f"records: {index['records']:,}, skipped: {len(skipped):,}", *skipped[:5]]
 
 
+def shares(config: JobConfig, ranks: int, width: int = 40) -> list[str]:
+    """Lines about a mixture: how often each source is seen, and a bar of the shares in each phase.
+
+    ranks: of the run, for the size of a global batch that is not given.
+    """
+    mixture, _ = mixtures(config, sys.maxsize)  # whether tokens fit the model is not asked here
+    lines = mixture_lines(config, mixture, ranks)
+    for phase in mixture.shares:
+        lines.append(f"from sequence {phase.start:,}")
+        for name, weight in zip(phase.names, phase.weights, strict=True):
+            share = weight / sum(phase.weights)
+            lines.append(f"  {'#' * round(width * share):{width}} {share:7.2%} {name}")
+    return lines
+
+
 def show(config: JobConfig, number: int, as_json: bool, page: Path | None, stats: bool) -> None:
-    """Print a row, or write it as a page, or print what all rows hold."""
+    """Print a row, or write it as a page, or print what all rows hold; of a mixture print the shares."""
+    if config.training.mixture:
+        print(*shares(config, int(os.environ.get("NGPU") or 1)), sep="\n")
+        return
     rows, tokenizer = rows_of(config), load_tokenizer(config.model.hf_assets_path)
     if stats:
         print(*statistics(rows), sep="\n")

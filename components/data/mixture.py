@@ -1,0 +1,206 @@
+"""Mixtures of datasets in exact shares: a pure function from a position of the run to a source and its sequence.
+
+At position p the run takes the source whose count is due. The share of a group of sources among n positions is
+floor(n a / b) for integer weights a of b, in exact arithmetic. Sources are halved into groups until one is left, so
+that in every prefix a source is less than one sequence a halving away from its exact share.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+import numpy as np
+
+from components.config import ConfigError, Training
+from components.data.order import sequence_at
+from components.data.packed import PackedSequences
+
+_LARGEST = 2**31
+"""Bound of a sum of integer weights, whose products with such a number fit 64 bits."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Integer weights from a position of the run on, of the sources that have some, by name."""
+
+    start: int
+    names: tuple[str, ...]
+    weights: tuple[int, ...]
+
+
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest integers with the ratios of decimal numbers. Raises ConfigError if they have too many digits."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    found = [int(weight * common) for weight in exact]
+    found = [weight // math.gcd(*found) for weight in found]
+    if sum(found) >= _LARGEST:
+        raise ConfigError(f"training.mixture: weights {weights}: their ratios need integers of more than 31 bits")
+    return tuple(found)
+
+
+def phases(training: Training) -> list[Shares]:
+    """The weights of [[training.mixture]], then those of each phase. Raises ConfigError."""
+    given = [(0, {source.name: source.weight for source in training.mixture})]
+    given += [(phase.from_sequence, phase.weights) for phase in training.mixture_phase]
+    found = []
+    for start, weights in given:
+        # Sorted and without zeros, so that a source that is added later changes nothing before.
+        names = tuple(sorted(name for name, weight in weights.items() if weight))
+        found.append(Shares(start, names, integer_weights([weights[name] for name in names])))
+    return found
+
+
+def counts(length: int, weights: tuple[int, ...]) -> list[int]:
+    """How many of the first `length` positions each source has."""
+    if len(weights) == 1:
+        return [length]
+    half = len(weights) // 2
+    total, left = sum(weights), sum(weights[:half])
+    first = length * left // total if total else 0
+    return [*counts(first, weights[:half]), *counts(length - first, weights[half:])]
+
+
+def split(positions: np.ndarray, weights: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The source at each position, and how many positions the source has before it; both int64."""
+    if len(weights) == 1:
+        return np.zeros_like(positions), positions
+    half = len(weights) // 2
+    total, left = sum(weights), sum(weights[:half])
+    before = positions // total * left + positions % total * left // total
+    is_left = (positions + 1) // total * left + (positions + 1) % total * left // total > before
+    source, place = np.empty_like(positions), np.empty_like(positions)
+    for chosen, own, part, first in (
+        (is_left, before, weights[:half], 0),
+        (~is_left, positions - before, weights[half:], half),
+    ):
+        if chosen.any():
+            inner, place[chosen] = split(own[chosen], part)
+            source[chosen] = inner + first
+    return source, place
+
+
+class Mixture(PackedSequences):
+    """Sequences of several datasets. Numbers count the sequences of the first source, then those of the second, ...
+
+    The order of a source depends on its name, and on nothing of the others.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, PackedSequences],
+        shares: list[Shares],
+        seq_len: int,
+        part: Literal["train", "validation"] = "train",
+    ) -> None:
+        self.sources, self.shares, self.seq_len, self.part = dict(sorted(sources.items())), shares, seq_len, part
+        self._parts = [*self.sources.values()]
+        lengths = [len(each) for each in self._parts]
+        self._firsts = np.cumsum([0, *lengths])
+        self.num_sequences, self.num_tokens = sum(lengths), sum(each.num_tokens for each in self._parts)
+        if part == "validation":  # every sequence once, each source in its share of all
+            self.shares = [Shares(0, tuple(self.sources), tuple(lengths))]
+        described = [[name, each.key] for name, each in self.sources.items()], [vars(each) for each in self.shares]
+        self.key = "mixture/" + hashlib.blake2b(json.dumps(described).encode(), digest_size=12).hexdigest()
+        self.mixture = [
+            [each.start, {name: [weight, self.sources[name].key] for name, weight in _weights(each).items()}]
+            for each in self.shares
+        ]
+
+    def seen(self, length: int) -> dict[str, int]:
+        """How many of the first `length` sequences of the run each source has."""
+        found = dict.fromkeys(self.sources, 0)
+        ends = [*(each.start for each in self.shares[1:]), math.inf]
+        for each, end in zip(self.shares, ends, strict=True):
+            own = counts(max(0, int(min(end, length)) - each.start), each.weights)
+            for name, count in zip(each.names, own, strict=True):
+                found[name] += count
+        return found
+
+    def _split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source at each position, and how many positions the source has before it; both int64."""
+        positions = np.asarray(positions, dtype=np.int64)
+        phase = np.searchsorted([each.start for each in self.shares], positions, side="right") - 1
+        source, place = np.empty_like(positions), np.empty_like(positions)
+        for number in np.unique(phase):
+            chosen, shares = phase == number, self.shares[number]
+            own, places = split(positions[chosen] - shares.start, shares.weights)
+            before = self.seen(shares.start)
+            source[chosen] = np.asarray([[*self.sources].index(name) for name in shares.names])[own]
+            place[chosen] = places + np.asarray([before[name] for name in shares.names])[own]
+        return source, place
+
+    def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        source, place = self._split(positions)
+        numbers = np.empty_like(place)
+        for index, (name, part) in enumerate(self.sources.items()):
+            chosen = source == index
+            if chosen.any():
+                own_seed = seed ^ int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+                numbers[chosen] = self._firsts[index] + sequence_at(place[chosen], len(part), own_seed)
+        return numbers
+
+    def _sources_of(self, numbers: np.ndarray) -> list[tuple[np.ndarray, PackedSequences, np.ndarray]]:
+        """For each source that some of the numbers are of: which, the source, and its own numbers."""
+        numbers = np.asarray(numbers, dtype=np.int64)
+        if self.part == "validation":
+            source, own = self._split(numbers)
+        else:
+            source = np.searchsorted(self._firsts, numbers, side="right") - 1
+            own = numbers - self._firsts[source]
+        return [(source == index, self._parts[index], own[source == index]) for index in np.unique(source)]
+
+    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        shape = len(indices), self.seq_len + 1
+        tokens, documents = np.empty(shape, np.int64), np.empty((shape[0], self.seq_len), np.int64)
+        for chosen, part, own in self._sources_of(indices):
+            tokens[chosen], documents[chosen] = part.get(own)
+        return tokens, documents
+
+    def trained(self, indices: np.ndarray) -> np.ndarray | None:
+        return self._joined(indices, "trained", self.seq_len + 1, True)
+
+    def padding(self, indices: np.ndarray) -> np.ndarray | None:
+        return self._joined(indices, "padding", self.seq_len, False)
+
+    def _joined(self, indices: np.ndarray, column: str, width: int, default: bool) -> np.ndarray | None:
+        """A column of each source's own sequences; None if no source has one."""
+        found = [(chosen, getattr(part, column)(own)) for chosen, part, own in self._sources_of(indices)]
+        if all(values is None for _, values in found):
+            return None
+        joined = np.full((len(indices), width), default)
+        for chosen, values in found:
+            joined[chosen] = default if values is None else values
+        return joined
+
+    def count_valid(self, indices: np.ndarray) -> int:
+        return sum(part.count_valid(own) for _, part, own in self._sources_of(indices))
+
+
+def _weights(shares: Shares) -> dict[str, int]:
+    return dict(zip(shares.names, shares.weights, strict=True))
+
+
+def check_epochs(mixture: Mixture, training: Training, sequences: int) -> list[str]:
+    """A line for each source: its share, and how often a run of so many sequences sees it.
+
+    Raises ConfigError if a source would be seen more often than its max_epochs.
+    """
+    lines, wrong = list[str](), list[str]()
+    seen = mixture.seen(sequences)
+    for number, source in enumerate(training.mixture, 1):
+        count = seen[source.name]
+        epochs = count / len(mixture.sources[source.name])
+        lines.append(f"source {source.name}: {count:,} of {sequences:,} sequences, {epochs:.2f} epochs")
+        if source.max_epochs and epochs > source.max_epochs:
+            wrong.append(
+                f"training.mixture[{number}].max_epochs = {source.max_epochs:g}: {source.name} would be seen "
+                f"{epochs:.2f} times in {sequences:,} sequences; lower its weight, or give it more data"
+            )
+    if wrong:
+        raise ConfigError(wrong)
+    return lines

@@ -1,0 +1,291 @@
+"""Mixtures: exact shares in every prefix, sources that do not know of each other, and runs that go on elsewhere."""
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from components.config import ROOT, ConfigError, absolute_tables, from_json, load_config, to_json
+from components.data.mixture import Mixture, Shares, check_epochs, counts, integer_weights, phases, split
+from components.data.order import check_data_order, data_order
+from components.data.packed import PackedSequences
+from tests.chats import said, save
+from tests.figures import Observation, broken_bars
+from tests.harness import observe
+from tests.jobs import job, refused
+
+WEIGHTS = [(7, 3), (1, 1, 1), (70, 20, 7, 3), (999_999_999, 1, 5, 3, 1_000_000_000), (3,), (1,) * 9]
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("start", [0, 10**12 - 7])
+def test_every_prefix_has_the_exact_shares(weights: tuple[int, ...], start: int) -> None:
+    positions = np.arange(start, start + 5000)
+    source, place = split(positions, weights)
+    before = counts(start, weights)
+    for number, weight in enumerate(weights):
+        own = np.flatnonzero(source == number)
+        assert place[own].tolist() == [*range(before[number], before[number] + len(own))], "each of its places once"
+        seen = [before[number] + count for count in np.cumsum(source == number).tolist()]
+        exact = [position * weight / sum(weights) for position in range(start + 1, start + 5001)]
+        assert max(abs(a - b) for a, b in zip(seen, exact, strict=True)) < 5
+    assert counts(start + 5000, weights) == [
+        count + int((source == number).sum()) for number, count in enumerate(before)
+    ]
+
+
+def test_weights_are_the_decimal_numbers_that_are_written() -> None:
+    assert integer_weights([0.7, 0.3]) == (7, 3)
+    assert integer_weights([0.1, 0.2, 0.7]) == (1, 2, 7)
+    assert integer_weights([4, 2]) == (2, 1)
+    with pytest.raises(ConfigError, match="more than 31 bits"):
+        integer_weights([0.1234567891, 1])
+
+
+def test_the_order_of_sources_and_those_without_weight_change_nothing() -> None:
+    def shares(*sources: tuple[str, str]) -> list[Shares]:
+        words = []
+        for number, (name, weight) in enumerate(sources, 1):
+            prefix = f"--training.mixture[{number}]"
+            words += [f"{prefix}.name", name, f"{prefix}.weight", weight, f"{prefix}.dataset_path", "x"]
+        return phases(load_config(words).training)
+
+    assert shares(("b", "0.2"), ("a", "0.8")) == shares(("a", "4"), ("later", "0"), ("b", "1"))
+
+
+class Numbers(PackedSequences):
+    """Sequences whose tokens are their own numbers."""
+
+    def __init__(self, length: int, first: int, seq_len: int = 4) -> None:
+        self.num_sequences, self.seq_len, self.first = length, seq_len, first
+        self.num_tokens, self.key, self.cache = length * seq_len, f"from {first}", ONLY_TEXT
+
+    def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        tokens = np.repeat(np.asarray(indices)[:, None] + self.first, self.seq_len + 1, axis=1)
+        return tokens, np.zeros((len(tokens), self.seq_len), np.int64)
+
+
+class OnlyText:
+    trained = None
+
+
+ONLY_TEXT: Any = OnlyText()
+SOURCES = {"web": Numbers(500, 0), "math": Numbers(90, 1000), "code": Numbers(40, 2000)}
+
+
+def mixture(*given: tuple[int, dict[str, int]], **more: Any) -> Mixture:
+    shares = [
+        Shares(start, tuple(sorted(weights)), tuple(weights[name] for name in sorted(weights)))
+        for start, weights in given
+    ]
+    names = {name for _, weights in given for name in weights}
+    return Mixture({name: SOURCES[name] for name in names}, shares, 4, **more)
+
+
+def drawn(mixed: Mixture, length: int, seed: int = 3) -> list[int]:
+    return mixed.get(mixed.at(np.arange(length), seed))[0][:, 0].tolist()
+
+
+def test_a_source_keeps_its_order_whatever_is_mixed_with_it() -> None:
+    two = drawn(mixture((0, {"web": 7, "math": 3})), 600)
+    three = drawn(mixture((0, {"web": 2, "math": 1, "code": 5})), 600)
+    for first, last in ((0, 1000), (1000, 2000)):
+        own, other = ([number for number in found if first <= number < last] for found in (two, three))
+        assert own[: len(other)] == other[: len(own)]
+    maths = drawn(mixture((0, {"math": 1})), 90)
+    assert sorted(maths) == [*range(1000, 1090)], "an epoch has each sequence once"
+    assert drawn(mixture((0, {"math": 1})), 90, seed=4) != maths
+
+
+def test_a_phase_goes_on_where_the_phase_before_ended() -> None:
+    one = mixture((0, {"web": 7, "math": 3}))
+    later = mixture((0, {"web": 7, "math": 3}), (100, {"math": 1, "code": 1}))
+    assert drawn(later, 100) == drawn(one, 100), "a source that comes later changes nothing before"
+    assert later.seen(100) == {"code": 0, "math": 30, "web": 70}
+    assert later.seen(160) == {"code": 30, "math": 60, "web": 70}
+    maths = [number for number in drawn(later, 160) if 1000 <= number < 2000]
+    assert maths == drawn(mixture((0, {"math": 1})), 60)
+
+
+def test_validation_has_every_sequence_once_and_each_prefix_its_share_of_all() -> None:
+    whole = mixture((0, {"web": 1, "math": 1, "code": 1}), part="validation")
+    assert len(whole) == 630
+    found = whole.get(np.arange(630))[0][:, 0].tolist()
+    everything = [*range(500), *range(1000, 1090), *range(2000, 2040)]
+    assert sorted(found) == everything
+    assert abs(sum(number < 1000 for number in found[:63]) - 50) <= 3
+    assert found[:63] == sorted(found[:63], key=found.index)
+    assert [number for number in found if number < 1000] == [*range(500)], "in the source's order"
+
+
+def test_the_order_may_change_only_in_what_is_to_come() -> None:
+    config = load_config([])
+
+    def state(mixed: Mixture, sequences: int = 800) -> dict[str, Any]:
+        order = data_order(mixed.key, None, config, mixed.mixture)
+        return json.loads(json.dumps({"data_order": order, "global_batch_size": 8, "sequences": sequences}))
+
+    first = {"web": 7, "math": 3}
+    saved = state(mixture((0, first)))
+    for accepted in (((0, first),), ((0, first), (800, {"code": 1})), ((0, first), (900, {"web": 1}))):
+        check_data_order(saved, state(mixture(*accepted)), 8)
+    for wrong in (((0, {"web": 8, "math": 3}),), ((0, first), (799, {"code": 1})), ((0, {"web": 7, "code": 3}),)):
+        with pytest.raises(
+            ConfigError, match=r"new weights are a \[\[training.mixture_phase\]\] with from_sequence = 800"
+        ):
+            check_data_order(saved, state(mixture(*wrong)), 8)
+    longer = replace_length(mixture((0, first)))
+    with pytest.raises(ConfigError, match="the checkpoint continues another run"):
+        check_data_order(saved, state(longer), 8)
+
+
+def replace_length(mixed: Mixture) -> Mixture:
+    """The mixture with other data of one source."""
+    return Mixture(mixed.sources | {"web": Numbers(500, 5)}, mixed.shares, 4)
+
+
+TOML = """
+[training]
+seq_len = 64
+[[training.mixture]]
+name = "law"
+dataset_path = "PATH/law.txt"
+weight = 0.7
+[[training.mixture]]
+name = "songs"
+dataset_path = "~/songs"
+max_epochs = 2
+[[training.mixture_phase]]
+from_sequence = 1_000
+weights = { law = 0.4, songs = 0.6 }
+"""
+
+
+def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = job(tmp_path, TOML)
+    config = load_config(["--job.config_file", str(path), "--training.mixture[2].weight", "0.3"])
+    law, songs = config.training.mixture
+    assert (law.name, law.weight, songs.weight, songs.max_epochs) == ("law", 0.7, 0.3, 2.0)
+    assert songs.dataset_path == f"{tmp_path}/songs"
+    assert phases(config.training) == [Shares(0, ("law", "songs"), (7, 3)), Shares(1000, ("law", "songs"), (2, 3))]
+    assert from_json(to_json(config)) == replace(config)
+    monkeypatch.chdir(tmp_path)
+    assert absolute_tables(config)["training"]["mixture"][0]["dataset_path"] == f"{tmp_path}/PATH/law.txt"
+    for old, new, reason in (
+        (
+            "weight = 0.7",
+            "wieght = 0.7",
+            r":7: training.mixture[1].wieght = 0.7: unknown key; did you mean training.mixture.weight?",
+        ),
+        ("weight = 0.7", 'weight = "a"', ':7: training.mixture[1].weight = "a": expected a number of 0 or more'),
+        (
+            "max_epochs = 2",
+            "max_epochs = -1",
+            ":11: training.mixture[2].max_epochs = -1: expected a number of 0 or more",
+        ),
+        (
+            'dataset_path = "~/songs"',
+            "",
+            "training.mixture[2].dataset_path is missing: [[training.mixture]] needs name and",
+        ),
+        ('"~/songs"', '"s3://b/x"', ":10: training.mixture[2].dataset_path = "),
+        (
+            "law = 0.4",
+            "low = 0.4",
+            ':13: training.mixture_phase = (1 tables): no source has the name "low"; there are law, songs',
+        ),
+        (
+            "from_sequence = 1_000",
+            "from_sequence = 0",
+            ":13: training.mixture_phase[1].from_sequence = 0: expected an integer of 1 or",
+        ),
+        (
+            "[[training.mixture_phase]]",
+            "[training.mixture_phase]",
+            "is an array of tables",
+        ),
+    ):
+        assert old in TOML
+        assert reason in "\n".join(refused("--job.config_file", job(tmp_path, TOML.replace(old, new)))), new
+    assert "an array of tables" in refused("--training.mixture.weight", "1")[0]
+    assert "expected tables [[training.mixture]]" in refused("--training.mixture", "1")[0]
+    assert "unknown key" in refused("--training.mixture[1000].weight", "1")[0]
+    assert "training.mixture[1].name is missing" in refused("--training.mixture[2].name", "a")[0]
+
+
+def test_epochs_are_told_and_bounded() -> None:
+    words = [f"--training.mixture[{number}].{key}" for number, key in ((1, "name"), (1, "dataset_path"))]
+    training = load_config([words[0], "math", words[1], "x", "--training.mixture[1].max_epochs", "2"]).training
+    mixed = mixture((0, {"math": 1}))
+    assert check_epochs(mixed, training, 180) == ["source math: 180 of 180 sequences, 2.00 epochs"]
+    with pytest.raises(
+        ConfigError, match=r"training.mixture\[1\].max_epochs = 2: math would be seen 2.01 times in 181"
+    ):
+        check_epochs(mixed, training, 181)
+
+
+def of_books(*more: str) -> Iterator[str]:
+    books = {"law": ("02-exodus", "0.7"), "songs": ("19-psalms", "0.2"), "kings": ("11-1-kings", "0.1")}
+    for number, (name, (book, weight)) in enumerate(books.items(), 1):
+        yield from (f"--training.mixture[{number}].name", name, f"--training.mixture[{number}].weight", weight)
+        yield from (f"--training.mixture[{number}].dataset_path", str(ROOT / f"assets/kjv/{book}.txt"))
+    yield from ("--training.mixture_phase[1].from_sequence", "50")
+    yield from ("--training.mixture_phase[1].weights", "{law = 1, kings = 3}", *more)
+
+
+VALIDATES = ("--validation.enable", "true", "--validation.freq", "2", "--validation.held_out_fraction", "0.05")
+
+
+def run(*words: str, ranks: int = 1, **more: Any) -> Observation:
+    return observe(*of_books(*VALIDATES, *words), ranks=ranks, **({"steps": 3} | more))
+
+
+@functools.cache
+def alone() -> Observation:
+    return run()
+
+
+LAYOUTS = {
+    "fsdp 2": (2, ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "9")),
+    "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
+    "cp 3": (3, ("--parallelism.context_parallel_degree", "3")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_mixture_is_the_same_run_at_other_layouts(name: str) -> None:
+    ranks, words = LAYOUTS[name]
+    assert not broken_bars(run(*words, ranks=ranks), alone())
+
+
+def test_chats_and_texts_mix(tmp_path: Path) -> None:
+    """Rows of chats, and of texts whose every token is trained; the same run at another layout."""
+    chats = save(tmp_path, [said("Hi", "b" * length, "And?", "c" * length) for length in range(60)])
+    words = ["--training.mixture[1].name", "chats", "--training.mixture[1].dataset_path", str(chats)]
+    words += ["--training.mixture[2].name", "law", "--training.mixture[2].dataset_format", "text"]
+    words += ["--training.mixture[2].dataset_path", str(ROOT / "assets/kjv/02-exodus.txt"), "--training.seq_len", "96"]
+    words += ["--training.dataset_format", "chat", "--chat.template", "assets/templates/llama3.jinja"]
+    words += ["--chat.too_long", "skip", *VALIDATES]
+    ranks, layout = LAYOUTS["cp 3"]
+    assert not broken_bars(observe(*words, *layout, ranks=ranks, steps=2), observe(*words, steps=2))
+
+
+def test_a_mixture_goes_on_at_another_layout_and_under_a_new_phase(tmp_path: Path) -> None:
+    """In the middle of a phase; the last phase is given after the first start."""
+    phase = ("--training.mixture_phase[2].from_sequence", "110", "--training.mixture_phase[2].weights", "{songs = 1}")
+    (ranks, words), saves = LAYOUTS["fsdp 2"], ("--checkpoint.enable", "true")
+    run(*saves, steps=2, folder=str(tmp_path))
+    resumed, whole = run(*saves, *words, *phase, ranks=ranks, steps=2, folder=str(tmp_path)), run(*phase, steps=4)
+    assert resumed.losses == pytest.approx(whole.losses[2:], rel=1e-6)
+    for name, weight in whole.weights.items():
+        assert (resumed.weights[name] - weight).norm() <= 1e-5 * weight.norm(), name
+    with pytest.raises(RuntimeError, match="the checkpoint continues another run"):
+        run(*saves, *phase, "--training.mixture[1].weight", "0.6", steps=1, folder=str(tmp_path))
