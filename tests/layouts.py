@@ -13,7 +13,7 @@ from models.moe import MixtureConfig
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.schedules import SCHEDULES
-from tests.small import CHATS, RECIPE, SMALL
+from tests.small import CHATS, MIXTURE, RECIPE, small_for
 
 Cell = tuple[tuple[str, str], ...]
 """(axis, value) for each axis, in the order of AXES."""
@@ -47,7 +47,7 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     "targets": {"all": (), **{name: ("--lora.target_modules", f'["{name}"]') for name in ("wo", "w2")}},
     "lora_rank": {"4": (), **{each: ("--lora.rank", each) for each in ("1", "3")}},
     "dropout": {"0": (), "0.25": ("--lora.dropout", "0.25")},
-    "data": {"text": (), "chats": CHATS},
+    "data": {"text": (), "chats": CHATS, "mixture": MIXTURE},
     "spikes": {"trained": (), "skipped": ("--training.skip_spikes_sigma", "6", "--training.skip_spikes_window", "4")},
 }
 """Axis -> setting -> words of the command line, for settings that decide the run: one process has them too."""
@@ -185,7 +185,7 @@ class Layout:
     @property
     def labels(self) -> tuple[int, ...]:
         """Labels kept of each sequence; rows of chats have their own."""
-        return () if self["data"] == "chats" else LABELS
+        return LABELS if self["data"] == "text" else ()
 
     @property
     def passes(self) -> int:
@@ -313,7 +313,7 @@ class Layout:
 
 def refusal(words: Words, ranks: int) -> str:
     try:
-        config = load_config(["--job.config_file", str(RECIPE), *SMALL, *words])
+        config = load_config(["--job.config_file", str(RECIPE), *small_for(words), *words])
         check_layout(config, resolve_degrees(config, ranks))
     except ConfigError as error:
         return str(error)

@@ -125,6 +125,16 @@ CHATS = (
     *("--chat.template", "assets/templates/llama3.jinja", "--chat.too_long", "truncate_end"),
 )
 """Rows of chats instead of text."""
+MIXTURE = (
+    *CHATS[:2],
+    *CHATS[4:],
+    *("--training.mixture[1].name", "clauses", "--training.mixture[1].dataset_path", str(_clauses())),
+    *("--training.mixture[1].dataset_format", "text", "--training.mixture[1].weight", "0.6"),
+    *("--training.mixture[2].name", "chats", "--training.mixture[2].dataset_path", str(_chats())),
+    *("--training.mixture[2].weight", "0.4", "--training.mixture_phase[1].from_sequence", "50"),
+    *("--training.mixture_phase[1].weights", "{clauses = 0.3, chats = 0.7}"),
+)
+"""Texts and rows of chats, in shares that change in the second step."""
 
 
 def _tokenizer() -> Path:
