@@ -14,6 +14,7 @@ from components.config import ROOT, ConfigError, absolute_tables, from_json, loa
 from components.data.mixture import Mixture, Shares, check_epochs, counts, integer_weights, phases, split
 from components.data.order import check_data_order, data_order
 from components.data.packed import PackedSequences
+from components.data.stream import is_stream
 from tests.chats import said, save
 from tests.figures import Observation, broken_bars
 from tests.harness import observe
@@ -219,6 +220,13 @@ def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
     assert "expected tables [[training.mixture]]" in refused("--training.mixture", "1")[0]
     assert "unknown key" in refused("--training.mixture[1000].weight", "1")[0]
     assert "training.mixture[1].name is missing" in refused("--training.mixture[2].name", "a")[0]
+
+
+def test_a_mixture_replaces_the_dataset_of_a_recipe() -> None:
+    words = ["--training.mixture[1].name", "a", "--training.mixture[1].dataset_path", "x"]
+    for dataset in ("c4", "org/name"):
+        assert is_stream(load_config(["--training.dataset", dataset]).training)
+        assert not is_stream(load_config(["--training.dataset", dataset, *words]).training)
 
 
 def test_epochs_are_told_and_bounded() -> None:

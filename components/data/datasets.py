@@ -55,7 +55,8 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
     if dist.is_initialized():
         found = gather([(part.key, part.content) for part in built if part is not None])
         if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:
-            where = config.training.dataset_path or config.training.dataset
+            given = config.training
+            where = given.dataset_path or ("of the mixture" if given.mixture else given.dataset)
             reason = f"ranks {', '.join(map(str, others))} have found other data than rank 0"
             raise ConfigError(f"training data {where}: {reason}: all nodes need the same files")
     return built

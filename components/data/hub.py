@@ -99,7 +99,8 @@ def _dataset_revision(repository: str, revision: str | None, streams: bool) -> s
 
 def is_of_hub(training: Training) -> bool:
     """Whether the training data are a dataset of the hub."""
-    return training.dataset_path is None and (training.dataset in HUB or "/" in training.dataset)
+    local = training.dataset_path or training.mixture
+    return not local and (training.dataset in HUB or "/" in training.dataset)
 
 
 def hub_place(config: JobConfig) -> tuple[str, str | None, str]:
