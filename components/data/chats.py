@@ -26,7 +26,8 @@ from components.data.tokenizer import Tokenizer, load_tokenizer
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "function": "tool"}
 """Role in ShareGPT's records -> role in templates."""
 _MARK = "\ufdd0"
-"""No character of a text: stands in a special token that a message spells, so that no part of it is taken for one."""
+"""A code point that no text contains. It is inserted into each special token that a message spells, so that the
+tokenizer finds no special token in the spelling."""
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Fields of a message's thinking. Templates read one of the first two, and get both, as in transformers."""
 Tokens = tuple[list[int], np.ndarray]
@@ -53,7 +54,7 @@ class Chats:
 
     @cached_property
     def _marked(self) -> re.Pattern[str]:
-        """A special token that a message spells, after _mark."""
+        """Pattern of the spelled special tokens that _mark has marked."""
         return re.compile("|".join(re.escape(token[0] + _MARK + token[1:]) for token in self.tokenizer.special))
 
     def sequences(self, record: Any) -> list[Tokens]:
@@ -100,13 +101,16 @@ class Chats:
         return ids, trained
 
     def _encoded(self, parts: list[str]) -> tuple[list[list[int]], list[int]]:
-        """Ids of each part, and of all. Raises BadChat if a token is of two parts, or if spelled tokens do not fit."""
+        """Ids of each part, and of all. Raises BadChat if a token crosses parts.
+
+        Raises BadChat too if spelled special tokens cannot be encoded as text.
+        """
         text = "".join(parts)
         if self.chat.special_tokens_in_text == "as_text" and json.dumps(_MARK)[1:-1] in text.lower():
             raise BadChat("the template escapes characters, in which spelled special tokens are lost")
         if _MARK in text:
             found, whole = [self._piecewise(part) for part in parts], self._piecewise(text)
-            # The pieces between special tokens are encoded alone, which must be what the tokenizer does with them.
+            # _piecewise encodes the pieces between special tokens separately. The tokenizer must give the same ids.
             bare = self._marked.sub("", text)
             if self._piecewise(bare) != self.tokenizer.encode_template(bare):
                 raise BadChat("this tokenizer encodes no special token as text (chat.special_tokens_in_text)")
@@ -144,7 +148,8 @@ class Chats:
     def _protected(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
         """Special tokens come from the template alone: else a text could begin a turn of the system.
 
-        Raises BadChat if a text spells one, or marks the spelling if it is to be encoded as text.
+        Raises BadChat if a text spells a special token. With special_tokens_in_text = "as_text" the spelling is marked
+        instead.
         """
         as_text = self.chat.special_tokens_in_text == "as_text"
         for name, value in [

@@ -1,8 +1,8 @@
 """Mixtures of datasets in exact shares: a pure function from a position of the run to a source and its sequence.
 
-At position p the run takes the source whose count is due. The share of a group of sources among n positions is
-floor(n a / b) for integer weights a of b, in exact arithmetic. Sources are halved into groups until one is left, so
-that in every prefix a source is less than one sequence a halving away from its exact share.
+A group of sources is halved until one source is left. The first half, with integer weight a of the group's weight b,
+gets floor(n a / b) of the group's first n positions, in exact arithmetic. A position belongs to the half whose count
+rises there. In every prefix, a source's count differs from its exact share by less than one sequence for each halving.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from components.data.order import sequence_at
 from components.data.packed import PackedSequences
 
 _LARGEST = 2**31
-"""Bound of a sum of integer weights, whose products with such a number fit 64 bits."""
+"""A sum of integer weights stays below this bound, so that the product of two such numbers fits 64 bits."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Integer weights from a position of the run on, of the sources that have some, by name."""
+    """Integer weights that hold from the position `start` of the run on. Sources with weight 0 are left out."""
 
     start: int
     names: tuple[str, ...]
@@ -145,7 +145,7 @@ class Mixture(PackedSequences):
         return numbers
 
     def _sources_of(self, numbers: np.ndarray) -> list[tuple[np.ndarray, PackedSequences, np.ndarray]]:
-        """For each source that some of the numbers are of: which, the source, and its own numbers."""
+        """For each source: (mask of the numbers that belong to it, the source, these numbers within the source)."""
         numbers = np.asarray(numbers, dtype=np.int64)
         if self.part == "validation":
             source, own = self._split(numbers)

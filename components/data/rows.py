@@ -35,7 +35,7 @@ from components.data.tokenizer import fingerprint
 _FORMAT = "chat 1"
 """Part of the key; change it with the rendering of chats or the storage of rows."""
 _DEEPEST = 100
-"""Lists and objects in each other."""
+"""Levels of nested lists and objects that a record may have."""
 _BATCH = 64
 """Records of one task of a worker."""
 
@@ -143,7 +143,7 @@ def _work(batch: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
 
 
 def _shallow(records: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """The records, with a BadRecord for one whose nesting no process could send to another."""
+    """The records. A BadRecord replaces a record that is nested too deeply to be sent to another process."""
     for place, record in records:
         level, depth = [record], 0
         while level and depth < _DEEPEST:

@@ -96,7 +96,7 @@ def statistics(rows: ChatRows) -> list[str]:
 def shares(config: JobConfig, ranks: int, width: int = 40) -> list[str]:
     """Lines about a mixture: how often each source is seen, and a bar of the shares in each phase.
 
-    ranks: of the run, for the size of a global batch that is not given.
+    ranks: number of ranks of the run. The default size of a global batch depends on this number.
     """
     mixture, _ = mixtures(config, sys.maxsize)  # whether tokens fit the model is not asked here
     lines = mixture_lines(config, mixture, ranks)

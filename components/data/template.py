@@ -35,7 +35,7 @@ _ERRORS = (ArithmeticError, AttributeError, LookupError, MemoryError, RecursionE
 
 
 class BadChat(Exception):
-    """A chat that cannot be trained as it was said; the message is the reason."""
+    """A chat that cannot be trained under the job's settings; the message is the reason."""
 
 
 class Rendered(NamedTuple):
@@ -50,7 +50,7 @@ class Rendered(NamedTuple):
 def bounded() -> Iterator[None]:
     """Raises BadChat after _MOST_SECONDS, and MemoryError where this process would take more than _MOST_BYTES more.
 
-    Signals reach the main thread alone, and others do not render.
+    Only the main thread renders, because signals reach no other thread.
     """
 
     def late(*_: object) -> None:
@@ -154,7 +154,7 @@ def _environment() -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what some libraries train; here the prefix rule says it, so the mark is left out."""
+        """Some libraries train what {% generation %} marks; here the prefix rule decides, so the tag is left out."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -186,9 +186,9 @@ def targets(
 
     The prefix rule: for each trained turn the prompt p shows the messages before it and the beginning of its turn, as
     in generation, and q shows the turn too. If q begins with p, the turn is the rest of q. If the next p begins with
-    this q, the sequence goes on; otherwise, as where earlier thinking is left out, a new one begins.
+    this q, the sequence goes on. Otherwise a new sequence begins, for example if p leaves out earlier thinking.
 
-    Turns of other roles, which no prompt begins, are trained with the header before them.
+    Turns of other roles are trained with their headers, because only the assistant's turn has a generation prompt.
 
     ends: the special tokens. A turn ends with its last special token; what the template writes after this token, such
     as a line feed, belongs to the next turn. Raises BadChat if the template breaks the rule.

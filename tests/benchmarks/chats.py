@@ -103,9 +103,11 @@ def chat_of(draw: random.Random) -> dict[str, Any]:
     return {"messages": messages}
 
 
-def expected(theirs: Any, messages: list[dict[str, Any]], ids: list[int], turns: list[int]) -> np.ndarray:
-    """The mask of a sequence: for each of its trained turns what transformers' rendering adds to the prompt."""
-    mask = np.zeros(len(ids), bool)
+def expected(
+    theirs: Any, messages: list[dict[str, Any]], length: int, turns: list[int]
+) -> tuple[list[int], np.ndarray]:
+    """Ids and mask of a sequence: for each of its trained turns what transformers' rendering adds to the prompt."""
+    mask, whole = np.zeros(length, bool), list[int]()
     for at in turns:
         options: dict[str, Any] = {"tokenize": True, "return_dict": False}
         start = len(theirs.apply_chat_template(messages[:at], add_generation_prompt=True, **options))
@@ -114,7 +116,7 @@ def expected(theirs: Any, messages: list[dict[str, Any]], ids: list[int], turns:
         while end > start and not theirs.decode(whole[end - 1 : end]).strip():
             end -= 1
         mask[start:end] = True
-    return mask
+    return whole[:length], mask
 
 
 def compare(chats: Chats, theirs: Any, count: int) -> Counter[str]:
@@ -134,7 +136,8 @@ def compare(chats: Chats, theirs: Any, count: int) -> Counter[str]:
         for ids, trained in sequences:
             turns = left[: int((np.diff(trained.astype(int)) == 1).sum())]  # each has a run of trained tokens
             left = left[len(turns) :]
-            right &= bool(turns) and np.array_equal(expected(theirs, messages, ids, turns), trained)
+            their_ids, mask = expected(theirs, messages, len(ids), turns)
+            right &= bool(turns) and their_ids == ids and np.array_equal(mask, trained)
         found["exact" if right and not left else "wrong"] += 1
     return found
 
