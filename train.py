@@ -300,7 +300,8 @@ def main(config: JobConfig) -> int:
     resume(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
-    print_on_rank_0(introduce(config, run.degrees, run.stages, run.runner.passes * run.accumulation_steps))
+    data = run.train_set.describe(run.sequences + (config.training.steps - run.step) * run.global_batch_size)
+    print_on_rank_0(introduce(config, run.degrees, run.stages, run.runner.passes * run.accumulation_steps, data))
     try:
         with stop.saving(), HangWatch(run.mesh):
             code = train(run, metrics, checkpointer, stop)

@@ -215,6 +215,7 @@ CASES = [
 ]  # fmt: skip
 
 MIXTURE = "--training.mixture[1].name a --training.mixture[1].dataset_path a"
+TWO_SOURCES = f"{MIXTURE} --training.mixture[2].name b --training.mixture[2].dataset_path b"
 CONTRADICTIONS = [
     ("--optimizer.momentum 0.9", "optimizer.momentum"),
     ("--optimizer.newton_schulz_steps 4", "optimizer.newton_schulz_steps"),
@@ -309,12 +310,18 @@ CONTRADICTIONS = [
     (f"{MIXTURE} --training.dataset_path x", "training.mixture"),
     (f"{MIXTURE} --training.mixture[2].name a --training.mixture[2].dataset_path b", "training.mixture"),
     (f"{MIXTURE} --training.mixture[1].weight 0", "training.mixture"),
+    (f"{TWO_SOURCES} --training.mixture[2].weight 1e-10", "training.mixture"),
     *(
         (f"{given} --training.mixture_phase[1].from_sequence 8 --training.mixture_phase[1].weights {weights}", key)
         for given, weights, key in (
             ("", "{a=1}", "training.mixture_phase"),
             (MIXTURE, "{b=1}", "training.mixture_phase"),
             (MIXTURE, "{a=0}", "training.mixture_phase"),
+            (
+                f"{MIXTURE} --training.mixture[2].name b --training.mixture[2].dataset_path b",
+                "{a=1,b=1e-10}",
+                "training.mixture_phase",
+            ),
         )
     ),
     *(

@@ -126,6 +126,7 @@ def test_what_is_no_chat_is_refused_with_a_reason(record: Any, reason: str, tmp_
         ("{{ ''.__class__.__mro__ }}", "cannot show it: access to attribute '__class__'"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "cannot show it: maximum recursion depth"),
         ("{% set _ = messages.append(1) %}", "cannot show it: .*'append'.*unsafe"),
+        ("{{ ('a' * 9)|center(9000000000) }}", "cannot show it: MemoryError"),
     ],
 )
 def test_a_template_that_breaks_the_rule_is_refused_by_name(source: str, reason: str, tmp_path: Path) -> None:
@@ -141,6 +142,19 @@ def test_a_template_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with pytest.raises(BadChat, match="has not ended within"):
         chats_in(tmp_path, endless).sequences(said("Hi", "Hello"))
     assert time.monotonic() - begun < 60
+
+
+def test_limits_of_memory_are_those_of_the_user_if_lower(tmp_path: Path) -> None:
+    """In a process of its own, which has little more memory than it uses, and gets no more by a template."""
+    script = (
+        "import resource; from pathlib import Path; from components.data.template import bounded\n"
+        "used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 28), used + (1 << 29)))\n"
+        "with bounded(): print(resource.getrlimit(resource.RLIMIT_AS)[0] - used)\n"
+        "print(resource.getrlimit(resource.RLIMIT_AS)[0] - used)"
+    )
+    done = run([sys.executable, "-c", script], cwd=ROOT)
+    assert done.stdout.split() == [str(1 << 28)] * 2, done.stderr
 
 
 def test_a_token_across_the_edge_of_a_turn_is_refused(tmp_path: Path) -> None:

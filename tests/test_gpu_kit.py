@@ -78,11 +78,11 @@ def test_what_is_missing_comes_first_then_what_is_of_other_code(capsys: pytest.C
     planned = kit.plan([layouts, speeds], rows, [" 0", " 1", " 2"])
     names = [name for _, work in planned for name, _ in work]
     assert names == ["layouts 2", "speeds 0", "speeds 2", "layouts 1", "speeds 1"]
-    assert [*kit.dry(planned, rows, 30)][-2:] == ["    16 s  speeds 2", "    24 s  end, as far as is known; 2 left"]
+    assert [*kit.dry(planned, rows, 76)][-2:] == ["    16 s  speeds 2", "    24 s  end, as far as is known; 2 left"]
     assert kit.main(["--dry", "--minutes", "9", "--folder", str(Path(kit.__file__).parent)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "NCCL: " in lines[0]
-    assert ": here" in lines[-2]
+    assert any(": here" in line for line in lines)
 
 
 def test_what_was_measured_is_in_the_tables() -> None:

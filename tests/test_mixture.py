@@ -2,6 +2,7 @@
 
 import functools
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from components.config import ROOT, ConfigError, absolute_tables, from_json, load_config, to_json
-from components.data.mixture import Mixture, Shares, check_epochs, counts, integer_weights, phases, split
+from components.config.bounds import integer_weights
+from components.data.mixture import Mixture, Shares, counts, phases, split
 from components.data.order import check_data_order, data_order
 from components.data.packed import PackedSequences
 from components.data.stream import is_stream
+from tests import limits
 from tests.chats import said, save
 from tests.figures import Observation, broken_bars
 from tests.harness import observe
@@ -44,7 +47,7 @@ def test_weights_are_the_decimal_numbers_that_are_written() -> None:
     assert integer_weights([0.7, 0.3]) == (7, 3)
     assert integer_weights([0.1, 0.2, 0.7]) == (1, 2, 7)
     assert integer_weights([4, 2]) == (2, 1)
-    with pytest.raises(ConfigError, match="more than 31 bits"):
+    with pytest.raises(ValueError, match="more than 31 bits; use fewer digits"):
         integer_weights([0.1234567891, 1])
 
 
@@ -211,14 +214,24 @@ def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
         (
             "[[training.mixture_phase]]",
             "[training.mixture_phase]",
-            "is an array of tables",
+            "expected tables [[training.mixture_phase]]",
         ),
     ):
         assert old in TOML
         assert reason in "\n".join(refused("--job.config_file", job(tmp_path, TOML.replace(old, new)))), new
     assert "an array of tables" in refused("--training.mixture.weight", "1")[0]
     assert "expected tables [[training.mixture]]" in refused("--training.mixture", "1")[0]
-    assert "unknown key" in refused("--training.mixture[1000].weight", "1")[0]
+    for key in ("training.mixture[1000].weight", "training.mixture[1].weight[2]", "training[2].mixture[1].weight"):
+        assert "an array of tables" in refused(f"--{key}", "1")[0] or "unknown" in refused(f"--{key}", "1")[0], key
+    for empty in (
+        "[[training.mixture]]",
+        "[training]\nmixture = [{}]",
+        "[training]\nmixture = {}",
+        "[training.mixture]",
+    ):
+        assert "expected tables [[training.mixture]]" in refused("--job.config_file", job(tmp_path, empty))[0], empty
+    assert load_config(["--job.config_file", str(job(tmp_path, "[training]\nmixture = []"))]).training.mixture == []
+    assert len(refused("--training.mixture[999].name", "a")) == 2
     assert "training.mixture[1].name is missing" in refused("--training.mixture[2].name", "a")[0]
 
 
@@ -230,14 +243,21 @@ def test_a_mixture_replaces_the_dataset_of_a_recipe() -> None:
 
 
 def test_epochs_are_told_and_bounded() -> None:
-    words = [f"--training.mixture[{number}].{key}" for number, key in ((1, "name"), (1, "dataset_path"))]
-    training = load_config([words[0], "math", words[1], "x", "--training.mixture[1].max_epochs", "2"]).training
-    mixed = mixture((0, {"math": 1}))
-    assert check_epochs(mixed, training, 180) == ["source math: 180 of 180 sequences, 2.00 epochs"]
-    with pytest.raises(
-        ConfigError, match=r"training.mixture\[1\].max_epochs = 2: math would be seen 2.01 times in 181"
-    ):
-        check_epochs(mixed, training, 181)
+    mixed = mixture((0, {"math": 1}), max_epochs={"math": 2.0})
+    assert mixed.describe(180) == ["source math: 180 of 180 sequences, 2.00 epochs"]
+    with pytest.raises(ConfigError, match=r"max_epochs = 2 of math: it would be seen 2.01 times in 181 sequences"):
+        mixed.describe(181)
+
+
+def test_a_run_tells_its_epochs_and_ends_before_it_would_exceed_them(tmp_path: Path) -> None:
+    words = ["--job.config_file", "recipes/mixture_debug.toml", "--job.dump_folder", str(tmp_path)]
+    words += ["--lr_scheduler.warmup_steps", "0", "--validation.enable", "false", "--training.steps"]
+    done, refused = (limits.run([sys.executable, "train.py", *words, steps], cwd=ROOT) for steps in ("2", "90000"))
+    assert done.returncode == 0, done.stderr
+    assert "source psalms: 2 of 16 sequences, 0.01 epochs" in done.stdout
+    assert refused.returncode == 2
+    assert "training.mixture: max_epochs = 2 of psalms: it would be seen" in refused.stderr
+    assert "in 720,000 sequences; lower its weight" in refused.stderr
 
 
 def of_books(*more: str) -> Iterator[str]:

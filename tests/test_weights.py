@@ -20,9 +20,10 @@ from torch import Tensor
 
 import train
 from components.commands.start import check_initial_weights
-from components.config import ConfigError, Model, load_config
+from components.config import ConfigError, Model, load_config, to_dict
 from components.state import checkpoint, weights
-from models import MODELS, meta_model
+from components.state.folder import chosen_model
+from models import MODELS, meta_model, sizes
 from models.moe import MixtureConfig
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
@@ -136,6 +137,7 @@ def test_a_table_that_grows_has_the_rows_of_the_weights_and_new_ones(flavor: str
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     before, rows = load_file(path / "model.safetensors"), config.vocab_size
     grown = ("--model.vocab_size", str(rows + 5))
+    assert sizes(chosen_model(to_dict(load_config(list(grown))))).vocab_size == rows + 5, "of run.json"
     job = ["--job.config_file", str(RECIPE), *SMALL, *start_from(path, *grown)]
     check_initial_weights(load_config(job))
     with pytest.raises(ConfigError, match=rf"model.embed_tokens.weight is \({rows}, 64\) there and \({rows + 5}, 64\)"):

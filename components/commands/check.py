@@ -123,7 +123,7 @@ def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
     known = path is None and not any(ending(file) == ".parquet" for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
-    if known and size < batch * training.seq_len:
+    if known and config is job.config and size < batch * training.seq_len:
         said += f", less than the {batch} sequences of one step: each is seen several times in it"
     return "; ".join([said, *left])
 

@@ -1,8 +1,11 @@
 """Types of bounded values, which keys.py describes in words. Every value within its bounds is safe to compute with."""
 
 import argparse
+import math
 import os
 import re
+from collections.abc import Sequence
+from fractions import Fraction as Fractional
 from pathlib import Path
 from typing import Annotated
 
@@ -42,6 +45,17 @@ def local_path(path: str) -> str:
 def path_argument(word: str) -> Path:
     """The type of a path on a command line, for argparse. Raises PathError."""
     return Path(local_path(word))
+
+
+def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
+    """The smallest integers with the ratios of decimal numbers. Raises ValueError if their sum has over 31 bits."""
+    exact = [Fractional(repr(float(weight))) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    found = [int(weight * common) for weight in exact]
+    found = [weight // math.gcd(*found) for weight in found]
+    if sum(found) > LARGEST:
+        raise ValueError(f"the ratios of the weights {weights} need integers of more than 31 bits; use fewer digits")
+    return tuple(found)
 
 
 Positive = Annotated[int, Ge(1), Le(LARGEST)]

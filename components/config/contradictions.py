@@ -7,7 +7,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from components.config.bounds import LARGEST, PathError, local_path
+from components.config.bounds import LARGEST, PathError, integer_weights, local_path
 from components.config.optimizer import OPTIMIZER_KEYS
 from components.config.rule import Rule, value_of
 from components.config.tables import Chat, JobConfig
@@ -96,7 +96,17 @@ def _mixture_misfit(job: JobConfig) -> str | bool:
             return f"the sources have paths of their own: leave training.{key} out"
     if twice := sorted({name for name in names if names.count(name) > 1}):
         return f'two sources have the name "{twice[0]}"'
-    return not any(source.weight for source in job.training.mixture) and "no source has a weight above 0"
+    if not any(source.weight for source in job.training.mixture):
+        return "no source has a weight above 0"
+    return _digits_misfit([source.weight for source in job.training.mixture])
+
+
+def _digits_misfit(weights: list[float]) -> str | bool:
+    try:
+        integer_weights(weights)
+    except ValueError as error:
+        return str(error)
+    return False
 
 
 def _phases_misfit(job: JobConfig) -> str | bool:
@@ -112,6 +122,8 @@ def _phases_misfit(job: JobConfig) -> str | bool:
             return f'no source has the name "{unknown[0]}"; there are {", ".join(names)}'
         if not any(phase.weights.values()):
             return f"from_sequence = {phase.from_sequence}: no source has a weight above 0"
+        if reason := _digits_misfit([*phase.weights.values()]):
+            return f"from_sequence = {phase.from_sequence}: {reason}"
     return False
 
 
@@ -347,6 +359,7 @@ CONTRADICTIONS = [
         lambda job: (
             "training.dataset_text_field" in job.origins
             and job.training.dataset_format == "chat"
+            and not any(source.dataset_format == "text" for source in job.training.mixture)
             and "records are chats; chat.messages_field names the field of messages"
         ),
     ),
@@ -355,6 +368,7 @@ CONTRADICTIONS = [
         lambda job: (
             "training.dataset_separator" in job.origins
             and job.training.dataset_format == "chat"
+            and not any(source.dataset_format == "text" for source in job.training.mixture)
             and "the template of a chat has the tokens around it: leave it out"
         ),
     ),

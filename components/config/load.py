@@ -162,14 +162,15 @@ def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
         if is_on and (value != accepted or type(value) is not type(accepted)):
             raise ConfigError(setting.mistake(reason))
         return None, None
-    if (name := plain(key)) in FIELDS:
-        table, of_array = key.rpartition(".")[0], name.rpartition(".")[0] in ARRAYS
-        if of_array and table == plain(table):
-            last = key.rpartition(".")[2]
-            reason = f"[[{table}]] is an array of tables; on the command line, {table}[1].{last}"
-            raise ConfigError(setting.mistake(reason))
-        if of_array or name == key:
+    name = plain(key)
+    array, _, last = name.rpartition(".")
+    if name in FIELDS and array in ARRAYS:
+        if re.fullmatch(rf"{re.escape(array)}\[[1-9]\d{{0,2}}\]\.{re.escape(last)}", key):
             return key, value
+        reason = f"[[{array}]] is an array of tables; on the command line, {array}[1].{last}"
+        raise ConfigError(setting.mistake(reason))
+    if key in FIELDS:
+        return key, value
     if key in ARRAYS:
         raise ConfigError(setting.mistake(f"expected tables [[{key}]], each with its keys"))
     raise ConfigError(setting.mistake(_unknown(plain(key), value)))
@@ -227,7 +228,7 @@ def _build_array(table: Any, values: dict[str, Any], key: str) -> list[Any]:
     lacking = [(number, name) for number in range(1, max(numbers, default=0) + 1) for name in needed]
     missing = [f"{key}[{number}].{name}" for number, name in lacking if f"{key}[{number}].{name}" not in values]
     if missing:
-        raise ConfigError([f"{name} is missing: [[{key}]] needs {' and '.join(needed)}" for name in missing])
+        raise ConfigError([f"{name} is missing: [[{key}]] needs {' and '.join(needed)}" for name in missing[:2]])
     return [_build(table, values, f"{key}[{number}].") for number in sorted(numbers)]
 
 

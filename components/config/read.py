@@ -76,11 +76,12 @@ def read_file(path: Path) -> Iterator[Given]:
 
 def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in document.items():
-        if isinstance(value, dict) and plain(f"{prefix}{name}") not in FIELDS:
-            yield from _flatten(value, f"{prefix}{name}.")
-        elif f"{prefix}{name}" in ARRAYS and isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        is_array = f"{prefix}{name}" in ARRAYS
+        if is_array and isinstance(value, list) and all(each and isinstance(each, dict) for each in value):
             for number, each in enumerate(value, 1):
                 yield from _flatten(each, f"{prefix}{name}[{number}].")
+        elif isinstance(value, dict) and not is_array and plain(f"{prefix}{name}") not in FIELDS:
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

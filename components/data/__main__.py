@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="--job.config_file FILE [--table.key value ...]", add_help=False)
     showing = commands.add_parser("show", help="a row of chats, or a mixture's shares: --job.config_file FILE ...")
-    showing.add_argument("--row", type=int, default=0, help="number of the row (0)")
+    showing.add_argument("--row", type=int, help="number of the row (0)")
     showing.add_argument("--json", action="store_true", help="tokens, labels, positions, documents and text as JSON")
     showing.add_argument("--html", type=path_argument, metavar="FILE", help="write the row as a page")
     showing.add_argument("--stats", action="store_true", help="what all rows hold")

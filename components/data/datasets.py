@@ -9,7 +9,7 @@ from components.config import ConfigError, JobConfig, mistake
 from components.config.tables import Source
 from components.data.cache import DataSpec, TokenCache, data_spec, prepare
 from components.data.hub import download_split, is_of_hub
-from components.data.mixture import Mixture, check_epochs, phases
+from components.data.mixture import Mixture, phases
 from components.data.packed import PackedSequences, StreamedSequences
 from components.data.rows import ChatCache, ChatRows, ChatSpec
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
@@ -43,15 +43,12 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
     """
     import torch.distributed as dist  # whoever only tokenizes needs no torch
 
-    from parallelize.groups import gather, print_on_rank_0
+    from parallelize.groups import gather
 
     warnings = check_tokenizer(config)
     if LAUNCHER_PIPE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has printed them
         print(*(f"warning: {warning}" for warning in warnings), sep="\n", end="\n" * bool(warnings), file=sys.stderr)
     built = _build(config, vocab_size)
-    if isinstance(built[0], Mixture):
-        lines = mixture_lines(config, built[0], dist.get_world_size() if dist.is_initialized() else 1)
-        print_on_rank_0("\n".join(lines))
     if dist.is_initialized():
         found = gather([(part.key, part.content) for part in built if part is not None])
         if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:
@@ -93,6 +90,7 @@ def of_source(config: JobConfig, source: Source) -> JobConfig:
 def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | None]:
     """(training sequences, held-out sequences or None) of a job with a mixture. Raises ConfigError."""
     training, validation, shares = config.training, config.validation, phases(config.training)
+    bounds = {source.name: source.max_epochs for source in training.mixture}
     caches = {source.name: prepare(spec_of(of_source(config, source))) for source in training.mixture}
     for cache in caches.values():
         _check_vocabulary(config, cache.vocab_size, vocab_size)
@@ -104,21 +102,13 @@ def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | Non
                 found[name] = packed(config, cache, seq_len, *part)
             except ConfigError as error:
                 raise ConfigError([f"training.mixture: {name}: {message}" for message in error.messages]) from None
-        return Mixture(found, shares, seq_len, *part[:1])
+        return Mixture(found, shares, seq_len, part[0] if part else "train", bounds)
 
     if not validation.enable or validation.dataset_path:
         return mixture(training.seq_len), None
     held_out = validation.held_out_fraction
     held = mixture(validation.seq_len or training.seq_len, "validation", held_out)
     return mixture(training.seq_len, "train", held_out), held
-
-
-def mixture_lines(config: JobConfig, mixture: Mixture, ranks: int) -> list[str]:
-    """The lines of check_epochs for all steps of the job. Raises ConfigError as check_epochs does."""
-    from parallelize.mesh import global_batch_size, resolve_degrees
-
-    batch = global_batch_size(config, resolve_degrees(config, ranks))
-    return check_epochs(mixture, config.training, config.training.steps * batch)
 
 
 def packed(config: JobConfig, cache: TokenCache, *given: Any) -> PackedSequences:

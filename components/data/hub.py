@@ -1,6 +1,7 @@
 """The Hugging Face hub: resolves revisions and fetches files. huggingface_hub is imported only inside functions."""
 
 import errno
+import glob
 import logging
 import re
 from collections.abc import Iterator
@@ -147,7 +148,9 @@ def download_split(config: JobConfig, into: Path) -> Path:
     try:
         with hub_errors(path, "dataset"):
             files = train_split(path, part, revision).config.data_files["train"]
-            wanted = [file.partition(f"@{revision}/")[2] for file in files]
+            wanted = [glob.escape(file.partition(f"@{revision}/")[2]) for file in files]
+            if not all(wanted):
+                raise ConfigError(f"{path} names files outside of its repository: download them yourself")
             options: Any = {"repo_type": "dataset", "revision": revision, "allow_patterns": wanted}
             snapshot_download(path, local_dir=folder, **options)
     except (ConfigError, ValueError) as error:  # a ValueError of the library: no such configuration

@@ -8,19 +8,16 @@ rises there. In every prefix, a source's count differs from its exact share by l
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Literal
 
 import numpy as np
 
 from components.config import ConfigError, Training
+from components.config.bounds import integer_weights
 from components.data.order import sequence_at
 from components.data.packed import PackedSequences
-
-_LARGEST = 2**31
-"""A sum of integer weights stays below this bound, so that the product of two such numbers fits 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,8 @@ class Shares:
     weights: tuple[int, ...]
 
 
-def integer_weights(weights: Sequence[float]) -> tuple[int, ...]:
-    """The smallest integers with the ratios of decimal numbers. Raises ConfigError if they have too many digits."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    common = math.lcm(*(weight.denominator for weight in exact))
-    found = [int(weight * common) for weight in exact]
-    found = [weight // math.gcd(*found) for weight in found]
-    if sum(found) >= _LARGEST:
-        raise ConfigError(f"training.mixture: weights {weights}: their ratios need integers of more than 31 bits")
-    return tuple(found)
-
-
 def phases(training: Training) -> list[Shares]:
-    """The weights of [[training.mixture]], then those of each phase. Raises ConfigError."""
+    """The weights of [[training.mixture]], then those of each phase."""
     given = [(0, {source.name: source.weight for source in training.mixture})]
     given += [(phase.from_sequence, phase.weights) for phase in training.mixture_phase]
     found = []
@@ -96,9 +82,10 @@ class Mixture(PackedSequences):
         shares: list[Shares],
         seq_len: int,
         part: Literal["train", "validation"] = "train",
+        max_epochs: Mapping[str, float] | None = None,
     ) -> None:
         self.sources, self.shares, self.seq_len, self.part = dict(sorted(sources.items())), shares, seq_len, part
-        self._parts = [*self.sources.values()]
+        self._parts, self._max_epochs = [*self.sources.values()], max_epochs or {}
         lengths = [len(each) for each in self._parts]
         self._firsts = np.cumsum([0, *lengths])
         self.num_sequences, self.num_tokens = sum(lengths), sum(each.num_tokens for each in self._parts)
@@ -120,6 +107,24 @@ class Mixture(PackedSequences):
             for name, count in zip(each.names, own, strict=True):
                 found[name] += count
         return found
+
+    def describe(self, end: int) -> list[str]:
+        """A line for each source: how much of it is seen up to this position of the run.
+
+        Raises ConfigError if a source would be seen more often than its max_epochs.
+        """
+        lines, wrong = list[str](), list[str]()
+        for name, count in self.seen(end).items():
+            epochs, most = count / len(self.sources[name]), self._max_epochs.get(name, 0)
+            lines.append(f"source {name}: {count:,} of {end:,} sequences, {epochs:.2f} epochs")
+            if most and epochs > most:
+                wrong.append(
+                    f"training.mixture: max_epochs = {most:g} of {name}: it would be seen {epochs:.2f} times in "
+                    f"{end:,} sequences; lower its weight, or give it more data"
+                )
+        if wrong:
+            raise ConfigError(wrong)
+        return lines
 
     def _split(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The source at each position, and how many positions the source has before it; both int64."""
@@ -183,24 +188,3 @@ class Mixture(PackedSequences):
 
 def _weights(shares: Shares) -> dict[str, int]:
     return dict(zip(shares.names, shares.weights, strict=True))
-
-
-def check_epochs(mixture: Mixture, training: Training, sequences: int) -> list[str]:
-    """A line for each source: its share, and how often a run of so many sequences sees it.
-
-    Raises ConfigError if a source would be seen more often than its max_epochs.
-    """
-    lines, wrong = list[str](), list[str]()
-    seen = mixture.seen(sequences)
-    for number, source in enumerate(training.mixture, 1):
-        count = seen[source.name]
-        epochs = count / len(mixture.sources[source.name])
-        lines.append(f"source {source.name}: {count:,} of {sequences:,} sequences, {epochs:.2f} epochs")
-        if source.max_epochs and epochs > source.max_epochs:
-            wrong.append(
-                f"training.mixture[{number}].max_epochs = {source.max_epochs:g}: {source.name} would be seen "
-                f"{epochs:.2f} times in {sequences:,} sequences; lower its weight, or give it more data"
-            )
-    if wrong:
-        raise ConfigError(wrong)
-    return lines

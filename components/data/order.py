@@ -66,7 +66,7 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
         changed.append(f"training.global_batch_size is unset and would be {size_now}; set it to {size}")
     if changed:
         remedy = 'to start the data anew, set checkpoint.exclude_from_loading = ["dataloader"]'
-        if before.get("training.mixture") != order.get("training.mixture"):
+        if {*before} & {*order} >= {"training.mixture"} and before["training.mixture"] != order["training.mixture"]:
             remedy += (
                 f"; new weights are a [[training.mixture_phase]] with from_sequence = {saved['sequences']} or more"
             )

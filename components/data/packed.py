@@ -60,6 +60,10 @@ class PackedSequences:
     def __len__(self) -> int:
         return self.num_sequences
 
+    def describe(self, end: int) -> list[str]:
+        """Lines about a run of `end` sequences; of a mixture alone. Raises ConfigError if the data do not suffice."""
+        return []
+
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Sequence numbers (int64) at these positions of the global order, which start at 0 and have no end."""
         return sequence_at(positions, self.num_sequences, seed)

@@ -11,10 +11,11 @@ import numpy as np
 
 from components.config import ConfigError, JobConfig, mistake
 from components.data.cache import prepare
-from components.data.datasets import mixture_lines, mixtures, packed, spec_of
+from components.data.datasets import mixtures, packed, spec_of
 from components.data.loader import IGNORED, batch_of
 from components.data.rows import ChatRows
 from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.launch.settings import read_settings
 
 _TRAINED, _PLAIN, _DIM, _END = "\033[1;32m", "", "\033[2m", "\033[0m"
 _PAGE = """<!doctype html><meta charset="utf-8"><title>{title}</title>
@@ -93,13 +94,15 @@ def statistics(rows: ChatRows) -> list[str]:
     return [*lines, f"records: {index['records']:,}, skipped: {len(skipped):,}", *skipped[:5]]
 
 
-def shares(config: JobConfig, ranks: int, width: int = 40) -> list[str]:
-    """Lines about a mixture: how often each source is seen, and a bar of the shares in each phase.
+def shares(config: JobConfig, width: int = 40) -> list[str]:
+    """Lines about a mixture: how often each source is seen, and a bar of the shares in each phase."""
+    from parallelize.mesh import global_batch_size, resolve_degrees
 
-    ranks: number of ranks of the run. The default size of a global batch depends on this number.
-    """
     mixture, _ = mixtures(config, sys.maxsize)  # whether tokens fit the model is not asked here
-    lines = mixture_lines(config, mixture, ranks)
+    batch = config.training.global_batch_size
+    if batch == -1:
+        batch = global_batch_size(config, resolve_degrees(config, read_settings(config, os.environ).world_size))
+    lines = mixture.describe(config.training.steps * batch)
     for phase in mixture.shares:
         lines.append(f"from sequence {phase.start:,}")
         for name, weight in zip(phase.names, phase.weights, strict=True):
@@ -108,15 +111,18 @@ def shares(config: JobConfig, ranks: int, width: int = 40) -> list[str]:
     return lines
 
 
-def show(config: JobConfig, number: int, as_json: bool, page: Path | None, stats: bool) -> None:
+def show(config: JobConfig, number: int | None, as_json: bool, page: Path | None, stats: bool) -> None:
     """Print a row, or write it as a page, or print what all rows hold; of a mixture print the shares."""
     if config.training.mixture:
-        print(*shares(config, int(os.environ.get("NGPU") or 1)), sep="\n")
+        if number is not None or as_json or page or stats:
+            raise ConfigError("show prints the shares of a mixture: leave out --row, --json, --html and --stats")
+        print(*shares(config), sep="\n")
         return
     rows, tokenizer = rows_of(config), load_tokenizer(config.model.hf_assets_path)
     if stats:
         print(*statistics(rows), sep="\n")
         return
+    number = number or 0
     row = row_of(rows, number, tokenizer)
     if as_json:
         print(json.dumps(row))

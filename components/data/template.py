@@ -56,15 +56,17 @@ def bounded() -> Iterator[None]:
     def late(*_: object) -> None:
         raise BadChat(f"the template has not ended within {_MOST_SECONDS:.0f} seconds")
 
-    before, bytes_before = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
-    signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_bytes().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + _MOST_BYTES, bytes_before[1]))
+    before, (soft, hard) = signal.signal(signal.SIGALRM, late), resource.getrlimit(resource.RLIMIT_AS)
     try:
+        signal.setitimer(signal.ITIMER_REAL, _MOST_SECONDS)
+        if sys.platform == "linux":
+            pages = int(Path("/proc/self/statm").read_bytes().split()[0])
+            limits = [pages * resource.getpagesize() + _MOST_BYTES, soft, hard]
+            most = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+            resource.setrlimit(resource.RLIMIT_AS, (most, hard))
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, bytes_before)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
@@ -124,10 +126,11 @@ def load_template(chat: Chat, tokenizer_path: str) -> Template:
             raise ConfigError(f"chat.template: {file}: cannot be read: {error}") from None
     template = Template(source, name, names | json.loads(chat.template_kwargs))
     try:
-        with bounded():  # Jinja computes constants when it compiles
-            template._compiled  # noqa: B018
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"chat.template: {name}: not a Jinja template: {error}") from None
+        with bounded():
+            template._compiled  # noqa: B018 - compiled once, here
+    except (jinja2.TemplateError, BadChat, *_ERRORS) as error:
+        reason = str(error) or type(error).__name__
+        raise ConfigError(f"chat.template: {name}: not a Jinja template: {reason}") from None
     return template
 
 
@@ -168,7 +171,9 @@ def _environment() -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    # optimized would compute constants while it compiles, and hide the errors of limits.
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "optimized": False}
+    made = ImmutableSandboxedEnvironment(**options, extensions=[Generation, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
     return made

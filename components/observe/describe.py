@@ -16,17 +16,19 @@ from parallelize.schedules import describe_stages
 from parallelize.sharding import describe_memory
 
 
-def introduce(config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], batches: int) -> str:
+def introduce(
+    config: JobConfig, degrees: Degrees, stages: Sequence[nn.Module], batches: int, data: Sequence[str] = ()
+) -> str:
     """The lines of describe, and this rank's memory; with job.print_config, the whole job comes first.
 
-    batches: as in describe_memory.
+    batches: as in describe_memory; data: lines about the data.
     """
     job = [json.dumps(to_dict(config), indent=1)] if config.job.print_config else []
     each = config.parallelism.fsdp_reduce_gradients == "each"
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     of_state = state_bytes(stages, config.optimizer), 1 if each else batches, config.optimizer.state_offload
     memory = describe_memory(parameters, *of_state)
-    return "\n".join([*job, describe(config, degrees), memory])
+    return "\n".join([*job, describe(config, degrees), memory, *data])
 
 
 def describe(config: JobConfig, degrees: Degrees) -> str:

@@ -141,7 +141,8 @@ def chosen_model(config: dict[str, Any]) -> Model:
     model = config["model"]
     rope = {key: value for key, value in model.get("rope_scaling", {}).items() if hasattr(RopeScaling, key)}
     lora = {key: value for key, value in model.get("lora", {}).items() if hasattr(Lora, key)}
-    return Model(name=model["name"], flavor=model["flavor"], rope_scaling=RopeScaling(**rope), lora=Lora(**lora))
+    chosen = {"name": model["name"], "flavor": model["flavor"], "vocab_size": model.get("vocab_size", 0)}
+    return Model(**chosen, rope_scaling=RopeScaling(**rope), lora=Lora(**lora))
 
 
 def separator_of(config: dict[str, Any]) -> str:

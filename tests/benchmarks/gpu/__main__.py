@@ -139,7 +139,7 @@ def dry(planned: list[tuple[Round, list[Work]]], rows: dict[str, Row], seconds: 
     for each, work in planned:
         for name, _ in work:
             takes = rows.get(name, {}).get("took", each.seconds) / each.processes
-            if left or spent + takes > seconds:
+            if spent > seconds - each.most:
                 left += 1
                 continue
             yield f"{spent:6.0f} s  {name}"
