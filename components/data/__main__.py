@@ -11,7 +11,6 @@ from components.config.bounds import path_argument
 from components.data.cache import prepare
 from components.data.datasets import of_source, spec_of
 from components.data.hub import fetch, is_of_hub
-from components.data.mixture import phases
 from components.data.show import show
 from components.data.sources import Unread, unread_files
 from components.data.stream import check_stream, is_stream
@@ -29,7 +28,6 @@ def prepare_all(config: JobConfig) -> JobConfig:
     validation, streamed = config.validation, is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
-    phases(config.training)
     sources = [of_source(config, source) for source in config.training.mixture]
     trained = [] if streamed else [spec_of(job) for job in sources or [config]]
     for spec in [*trained, *(spec_of(config, path) for path in own)]:
