@@ -2,7 +2,7 @@
 
 A packed tensor is uint8; it has the name and the leading dimensions of the unpacked tensor. Along the last dimension, a
 block of 64 numbers becomes 34 bytes: 32 bytes of codes, then the scale in bfloat16. A byte has two codes, the first in
-the lower 4 bits. No shard cuts a block, so a packed shard has the same bytes as its part of the packed whole tensor.
+the lower 4 bits. Shards have whole blocks, so sharding before packing or after it gives the same bytes.
 """
 
 from typing import Any

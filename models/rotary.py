@@ -33,7 +33,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     """yarn: as high_freq_factor."""
     truncate: bool = True
-    """yarn: the indices of the first and the last partly divided frequency are rounded to whole numbers."""
+    """yarn: the range of indices of partly divided frequencies is widened to whole numbers."""
     mscale: float = 0.0
     """yarn: if mscale_all_dim is set too, attention_factor is spread(mscale) / spread(mscale_all_dim)."""
     mscale_all_dim: float = 0.0

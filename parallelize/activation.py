@@ -62,7 +62,7 @@ def _from_host(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
 
 
 class _ForTwoBackwards(dict[int, Any]):
-    """Kept results of an operation, for two backwards. torch's mark that one backward used a result is ignored."""
+    """Kept results of an operation, for two backwards. Later writes, which mark a result as used, are ignored."""
 
     def __setitem__(self, index: int, result: Any) -> None:
         self.setdefault(index, result)

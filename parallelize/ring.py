@@ -1,6 +1,6 @@
 """Ring attention (arXiv:2310.01889): a rank's queries attend to the keys and values of one rank after another.
 
-A part in the sense of models/steps.py is here the keys and values of one rank. Shapes are named as in models/layers.py.
+The keys and values of one rank are a part in the sense of models/steps.py. Shapes are named as in models/layers.py.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ def _without_window(rank: int, source: int, balanced: bool, length: int, device:
     """The step over the source's keys, without a window.
 
     Over the rank's own keys the step is causal. Over another rank's keys, every query of the step sees every key.
-    Balanced, the first half of a rank's tokens is from the head of the sequence, the second half from its tail.
+    If balanced, the first half of a rank's tokens is from the head of the sequence, the second half from its tail.
     """
     everything, head, tail = slice(0, length), slice(0, length // 2), slice(length // 2, length)
     queries = tail if balanced and source > rank else everything

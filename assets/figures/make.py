@@ -27,7 +27,7 @@ Box = tuple[float, float, float, float]
 """(left, top, width, height) of a part, as fractions of its tensor."""
 WHOLE: Box = (0, 0, 1, 1)
 BLANK = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-"""Behind words that lie on lines."""
+"""Style of the box behind a text that covers lines."""
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
@@ -241,7 +241,7 @@ SEQUENCE, LAYERS = 8192, 12
 
 
 def visible_rows() -> list[tuple[str, str, list[int]]]:
-    """(models, visible keys of a query in words, the most visible keys in each of the first layers).
+    """(models, visible keys of a query in words, the maximum number of visible keys in each of the first layers).
 
     The rows cover published sizes, whose names begin with a digit. Sizes that see the same keys share a row.
     """
@@ -257,7 +257,7 @@ def visible_rows() -> list[tuple[str, str, list[int]]]:
 
 
 def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
-    """The visible keys of a query in words, and the most visible keys in each layer."""
+    """The visible keys of a query in words, and the maximum number of visible keys in each layer."""
     if config.window is None:
         return "all up to\nits own", (SEQUENCE,) * LAYERS
     words = f"the last {config.window:,}" + (f",\nall in 1 layer of {config.full_every}" if config.full_every else "")

@@ -218,7 +218,7 @@ def decode_stream(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]
 def continue_text(
     model: nn.Module, tokenizer: Tokenizer, prompt: str, count: int, temperature: float, top_p: float, seed: int
 ) -> Iterator[str]:
-    """The text that follows a prompt, in pieces: count tokens, or up to the end-of-text token.
+    """The text that follows a prompt, in pieces. It ends before the end-of-text token, or after `count` tokens.
 
     The text depends on seed and prompt, not on earlier prompts. Raises ConfigError for an empty prompt if the tokenizer
     has no token that begins a text.
@@ -239,7 +239,7 @@ def continue_tokens(
     top_p: float,
     seed: int,
 ) -> Iterator[str]:
-    """Yields the text that follows these tokens, up to one of the ends or to count tokens."""
+    """Yields the text that follows these tokens. It ends before one of `ends`, or after `count` tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def choose(logits: Tensor) -> int:

@@ -108,7 +108,7 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
 
 
 def absolute_tables(config: JobConfig) -> dict[str, Any]:
-    """The tables of to_dict with absolute paths, which mean the same from any folder. Paths in dump_folder are kept."""
+    """The tables of to_dict with absolute paths, valid from any folder. Paths inside dump_folder stay relative."""
     tables = to_dict(config)
     for key, annotation in FIELDS.items():
         *names, last = key.split(".")
@@ -204,7 +204,7 @@ def _unknown(key: str, value: Any) -> str:
 
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
-    """A validator for a key without index. Cached, because it takes longer to make one than to check a value."""
+    """A validator for a key without array indices. Cached, because making one takes longer than checking a value."""
     return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 

@@ -55,8 +55,8 @@ class Model:
     flavor: Name = "debug"
     """A named size of that model."""
     vocab_size: NonNegative = 0
-    """Rows of the token table and of the head; 0 takes the flavor's. Initial weights of Hugging Face may have fewer
-    rows: the others then begin as in a new run."""
+    """Rows of the token table and of the head; 0 takes the flavor's. Initial weights from Hugging Face may have
+    fewer rows; the remaining rows are then initialized as in a new run."""
     attention_kernel: Name = "auto"
     """A name of KERNELS in models/attention.py; auto chooses the fastest."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)

@@ -53,14 +53,14 @@ class Source:
     dataset_format: Literal["", "text"] = ""
     """text: a source of texts among chats. Empty: training.dataset_format."""
     weight: Weight = 1.0
-    """Share of the sequences, relative to the weights of the other sources. 0: none before a phase that has some."""
+    """Share of the sequences, relative to the weights of other sources. 0: no sequences until a phase sets a weight."""
     max_epochs: Weight = 0.0
     """Refuse the run if it would see the source more often than this; 0: no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Other weights from a sequence of the run on, [[training.mixture_phase]]."""
+    """New weights of the sources, which apply from one sequence of the run on, [[training.mixture_phase]]."""
 
     from_sequence: Position
     """The first sequence of the phase; step t begins at sequence (t - 1) x training.global_batch_size."""
@@ -349,8 +349,8 @@ class Chat:
     """Field of a message that says, by true or false, whether its turn is trained, whatever its role."""
     history: Literal["as_inference", "last_turn"] = "as_inference"
     """The text before a trained turn is always what generation would see. as_inference: all turns are trained. A turn
-    begins a new sequence if the template now shows earlier turns differently than in the sequence so far. last_turn:
-    only a chat's last turn is trained."""
+    begins a new sequence if its prompt shows earlier turns differently than the current sequence does. last_turn: only
+    a chat's last turn is trained."""
     too_long: Literal["fail", "skip", "truncate_end"] = "fail"
     """If a chat has more than seq_len + 1 tokens: stop the run at its start, leave the chat out, or cut off its end."""
     special_tokens_in_text: Literal["fail", "as_text"] = "fail"

@@ -353,8 +353,8 @@ def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_path, separator)
     _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
-    # Some tokenizers prepend a space to each text. _encode then puts a word before a later chunk, and drops the word's
-    # tokens.
+    # Some tokenizers prepend a space to each text. _encode then encodes each chunk after a document's first with a
+    # word before it, and drops the word's tokens.
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")
 
 

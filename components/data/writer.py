@@ -26,7 +26,8 @@ _MOST_WORKERS = 8
 
 def main() -> None:
     """Waits for the lock, then writes until the dataset or the parent ends. Publishes errors for the readers."""
-    # A rank that saves before it stops needs tokens for its last step. The writer's workers inherit ignored signals.
+    # The writer ignores these signals, because a rank that saves before it stops needs tokens for its last step. The
+    # writer's workers inherit ignored signals.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     fields, ahead_tokens = json.loads(sys.stdin.readline())

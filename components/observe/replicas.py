@@ -117,8 +117,8 @@ def mix(sums: Tensor) -> Tensor:
 def suspects(groups: list[dict[int, int]]) -> list[int]:
     """The ranks most likely wrong, given groups {rank: hash} whose hashes should be equal and are not.
 
-    Each group suspects the ranks without the majority's hash, or all its ranks if there is no majority. The result is
-    the ranks that the largest number of groups suspects.
+    Each group suspects the ranks without the majority's hash, or all its ranks if there is no majority. The result
+    takes from each group the suspects that the largest number of groups suspects.
     """
     found = []
     for group in groups:

@@ -38,7 +38,7 @@ class Panel:
     lines: Mapping[str, Points]
     log: bool = False
     shades: bool = False
-    """Lines are one quantity at different depths, coloured from first to last; the legend names the first and last."""
+    """Lines are one quantity in successive layers, coloured by depth; the legend names only the first and last."""
     limits: Mapping[str, Points] = field(default_factory=dict)
     """Dashed lines; the space under the first line, where values are good, is shaded."""
     named: bool = False
@@ -188,7 +188,7 @@ DYNAMICS = {
 
 
 def curve_panels(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
-    """A panel for each number of CURVES that a run has logged, with a line for each run."""
+    """A panel for each quantity of CURVES that any run has logged, with a line for each run that logged it."""
     lines = {key: {name: points(rows, key) for name, rows in runs.items()} for key in CURVES}
     drawn = {key: {name: line for name, line in named.items() if line[0]} for key, named in lines.items()}
     return [Panel(*CURVES[key], named) for key, named in drawn.items() if named]
