@@ -4,7 +4,7 @@ import hashlib
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -35,13 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: (not is_changed(item.path), -of_file[item.path], item.path))
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_setup(item: pytest.Item) -> None:
     until: float | None = item.config.option.until
     if until and time.time() > until:
         pytest.skip(f"not run, the time was over: {item.path.name}")
-    with limited_itself(item.name):
-        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: object) -> Generator[None, object, object]:
+    with limited_itself(str(fixturedef)):
+        return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
