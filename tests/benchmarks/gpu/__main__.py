@@ -100,7 +100,7 @@ class Round:
 
     kind: str
     seconds: float
-    """Of a row, as long as none has been measured."""
+    """A row is assumed to take so long until one has been measured."""
     most: float
     """Seconds that no row exceeds."""
     work: list[Work]
@@ -119,7 +119,7 @@ def rounds_of(steps: list[Step], device: str, processes: int, of_layouts: bool) 
 
 
 def plan(rounds: list[Round], rows: dict[str, Row], words: list[str]) -> list[tuple[Round, list[Work]]]:
-    """What is left of each round: first rows without a result, then rows of other code."""
+    """The rows that each round still has to run: first rows without a result, then rows of other code."""
     missing, other = list[tuple[Round, list[Work]]](), list[tuple[Round, list[Work]]]()
     today = code()
     for each in rounds:
@@ -134,7 +134,7 @@ def plan(rounds: list[Round], rows: dict[str, Row], words: list[str]) -> list[tu
 
 
 def dry(planned: list[tuple[Round, list[Work]]], rows: dict[str, Row], seconds: float) -> Iterator[str]:
-    """Lines of what would be run in so many seconds."""
+    """A line for each row that would begin within this time, with its start."""
     spent, left = 0.0, 0
     for each, work in planned:
         for name, _ in work:
