@@ -146,6 +146,10 @@ def test_the_order_may_change_only_in_what_is_to_come() -> None:
     longer = replace_length(mixture((0, first)))
     with pytest.raises(ConfigError, match="the checkpoint continues another run"):
         check_data_order(saved, state(longer), 8)
+    single = saved | {"data_order": data_order("key", None, config)}
+    with pytest.raises(ConfigError, match="the checkpoint continues another run") as caught:
+        check_data_order(saved, single, 8)
+    assert "mixture_phase" not in str(caught.value), "no phase leads from a mixture to one dataset"
 
 
 def replace_length(mixed: Mixture) -> Mixture:
@@ -240,6 +244,13 @@ def test_a_mixture_replaces_the_dataset_of_a_recipe() -> None:
     for dataset in ("c4", "org/name"):
         assert is_stream(load_config(["--training.dataset", dataset]).training)
         assert not is_stream(load_config(["--training.dataset", dataset, *words]).training)
+
+
+def test_texts_among_chats_have_the_keys_of_texts() -> None:
+    words = ["--training.mixture[1].name", "a", "--training.mixture[1].dataset_path", "x"]
+    words += ["--training.dataset_format", "chat", "--training.dataset_text_field", "body"]
+    assert "records are chats" in refused(*words)[0]
+    assert load_config([*words, "--training.mixture[1].dataset_format", "text"]).training.dataset_text_field == "body"
 
 
 def test_epochs_are_told_and_bounded() -> None:
