@@ -290,6 +290,21 @@ def misfits(model: Any, folder: Path) -> list[str]:
     return [message.removeprefix(f"{folder}: ") for message in caught.value.messages]
 
 
+def test_only_a_table_of_tokens_may_have_fewer_rows(tmp_path: Path) -> None:
+    """Also where nothing has compared the shapes before."""
+    model = meta_model(Model(name="llama", flavor="tiny")).to_empty(device="cpu")
+    for lost in ("tok_embeddings.weight", "layers.0.feed_forward.w1.weight"):
+        shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+        shapes[lost][0] -= 1
+        tensors_of_it = {model.hf_name(name): torch.ones(shape) for name, shape in shapes.items()}
+        save_file(tensors_of_it, tmp_path / "model.safetensors")
+        if lost in weights.TABLES:
+            weights._fill([model], weights.Folder(tmp_path))
+        else:
+            with pytest.raises(RuntimeError, match="must match the size"):
+                weights._fill([model], weights.Folder(tmp_path))
+
+
 def test_many_misfits_of_one_kind_are_counted(tmp_path: Path) -> None:
     small, other = (meta_model(Model(name="llama", flavor=flavor)) for flavor in ("tiny", "tiny_wide"))
     shapes = {other.hf_name(name): parameter.shape for name, parameter in other.named_parameters()}

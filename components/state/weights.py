@@ -232,10 +232,13 @@ def _fill(stages: list[nn.Module], folder: Folder) -> None:
             if is_adapter(name):
                 continue
             with to_fill(parameter.detach()) as numbers:
-                _fill_one(numbers, _part(stage.hf_name(name)), folder)  # type: ignore[operator]
+                part = _part(stage.hf_name(name))  # type: ignore[operator]
+                rows = folder.shapes()[part.name][0] if part.name and name in TABLES else None
+                _fill_one(numbers, part, folder, rows)
 
 
-def _fill_one(parameter: Tensor, part: Part, folder: Folder) -> None:
+def _fill_one(parameter: Tensor, part: Part, folder: Folder, rows: int | None) -> None:
+    """rows: of the folder's table of tokens, which may have fewer than the parameter; None for other tensors."""
     local, offset = own_slice(parameter)
     where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
     if not part.name:
@@ -244,14 +247,12 @@ def _fill_one(parameter: Tensor, part: Part, folder: Folder) -> None:
         for number, piece in enumerate(local, offset[0]):
             _read(folder, _numbered(part, number), where[1:], piece)
     else:
-        _read(folder, part, where, local)
+        _read(folder, part, where, local if rows is None else local[: max(0, rows - offset[0])])
 
 
 def _read(folder: Folder, part: Part, where: tuple[slice, ...], target: Tensor) -> None:
-    """Fills all of the target, or the first rows where the folder's table of tokens has fewer."""
     if target.numel():
-        found = part.turned(folder.read(part.name, part.where(where)))
-        target[: len(found)].copy_(found)
+        target.copy_(part.turned(folder.read(part.name, part.where(where))))
 
 
 def export(
