@@ -141,6 +141,40 @@ def test_a_rank_that_aborts_leaves_in_its_log_where_it_was(begin: Start) -> None
     assert re.search(r"Fatal Python error: Aborted(.|\n)* in train\n", launched.log(0))
 
 
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_the_death_of_a_loader_worker_does_not_end_the_report_of_an_error(when: str, begin: Start) -> None:
+    """torch raises from the handler of SIGCHLD, and the error itself may have come before the signal."""
+    script = f"""
+        import os, signal, sys
+        from components.launch import ending
+
+        def died(number, frame):
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+
+        class Error(Exception):
+            def __str__(self):
+                os.kill(os.getpid(), signal.SIGCHLD)
+                return "DataLoader worker"
+
+        def train(argv):
+            signal.signal(signal.SIGCHLD, died)
+            raise Error
+
+        set_handler = signal.signal
+        def set_later(*words):
+            if "{when}" == "before" and words[1] is signal.SIG_DFL and signal.getsignal(words[0]) is died:
+                signal.signal = set_handler
+                os.kill(os.getpid(), words[0])
+            return set_handler(*words)
+
+        signal.signal = set_later
+        ending.run_to_exit(train, [])
+    """
+    code, _, err = begin(script, NGPU="1").end()
+    assert code == ExitCode.LOST_WORKER, err
+    assert "rank 0: a DataLoader worker is gone" in err
+
+
 def test_lost_ranks_are_started_again_when_asked(begin: Start) -> None:
     script = """
         import os, signal, time
@@ -167,6 +201,26 @@ def test_the_last_line_of_a_lost_rank_is_quoted_however_late_it_is_logged(begin:
     code, _, err = begin(script, start=LATE_LOGS + START, MAX_RESTARTS="1").end()
     assert code == 0, err
     assert "  waited for a neighbour\n" in err
+
+
+@pytest.mark.parametrize(
+    ("own", "code"), [(ExitCode.LOST_WORKER, ExitCode.LOST_WORKER), (ExitCode.ERROR, ExitCode.ERROR)]
+)
+def test_the_rank_that_failed_by_itself_is_named_though_its_neighbour_ends_first(
+    own: ExitCode, code: ExitCode, begin: Start
+) -> None:
+    script = f"""
+        import os, time
+        if os.environ["RANK"] == "0":
+            print("another rank is gone", flush=True)
+            os._exit({int(ExitCode.LOST_RANK)})
+        time.sleep(0.5)
+        print("why", flush=True)
+        os._exit({int(own)})
+    """
+    ended, _, err = begin(script).end()
+    assert ended == code
+    assert f"  why\nrank 1 ended with exit code {int(own)}" in err
 
 
 def test_a_rank_that_has_ended_while_others_start_keeps_its_exit_code(begin: Start) -> None:
@@ -284,7 +338,7 @@ def test_a_port_in_use_is_named(begin: Start) -> None:
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), ExitCode.OUT_OF_MEMORY),
         (dist.DistBackendError("NCCL error: Cuda failure 2 'out of memory'"), ExitCode.OUT_OF_MEMORY),
         (dist.DistBackendError("NCCL error: remote process exited"), ExitCode.LOST_RANK),
-        (RuntimeError("DataLoader worker is killed, or out of memory"), ExitCode.LOST_RANK),
+        (RuntimeError("DataLoader worker is killed, or out of memory"), ExitCode.LOST_WORKER),
         (RuntimeError("the process that tokenizes is gone: killed, or out of memory"), ExitCode.ERROR),
     ],
 )

@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_stopped_and_orphaned_ends_as_the_unbroken_run(tmp_
     assert code == 0, output
     assert f"continuing after step {saved}" in output
     assert output.count("rank 1: a DataLoader worker is gone: killed, or out of memory") == 1
-    assert "rank 1 ended with exit code 5" in output
+    assert "rank 1 ended with exit code 8" in output
     assert "Traceback" not in output
     assert (folder / "loss.png").stat().st_size > 10_000
     assert json.loads((folder / "run.json").read_text())["config"]["training"]["steps"] == 16

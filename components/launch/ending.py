@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -49,28 +50,30 @@ def run_to_exit(main: Callable[[T], int], given: T) -> NoReturn:
         print(error, file=sys.stderr)
         code = ExitCode.CONFIG
     except Exception as error:
+        try:  # a worker's death, which may be the error itself, makes torch raise from SIGCHLD's handler at any time
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except Exception:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = _report(error)
     leave(code)
 
 
 def _report(error: Exception) -> ExitCode:
     """Prints the error and returns its exit code. If a process was lost, the traceback goes only to the rank's log."""
-    lost, full = "", False
+    code, lost = ExitCode.ERROR, ""
     if "DataLoader worker" in str(error):  # raised by torch anywhere in the main thread, or by data/loader.py
+        code = ExitCode.LOST_WORKER
         lost = f"rank {os.environ.get('RANK', '0')}: a DataLoader worker is gone: killed, or out of memory"
     elif isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in _SIGNS_OF_FULL_MEMORY):
-        full = True
+        code = ExitCode.OUT_OF_MEMORY
     elif isinstance(error, dist.DistError) or "gloo" in str(error):
-        lost = "another rank is gone, or did not answer in time (see [comm])"
+        code, lost = ExitCode.LOST_RANK, "another rank is gone, or did not answer in time (see [comm])"
     log = rank_log() if lost else None
     with open(log, "a") if log else contextlib.nullcontext(sys.stderr) as output:
         traceback.print_exc(file=output)
-    if full:
-        print(_OUT_OF_MEMORY, file=sys.stderr)
-        return ExitCode.OUT_OF_MEMORY
-    if lost:
-        print(lost, file=sys.stderr)
-    return ExitCode.LOST_RANK if lost else ExitCode.ERROR
+    if last := _OUT_OF_MEMORY if code == ExitCode.OUT_OF_MEMORY else lost:
+        print(last, file=sys.stderr)
+    return code
 
 
 _SIGNS_OF_FULL_MEMORY = (

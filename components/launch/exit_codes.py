@@ -15,8 +15,10 @@ class ExitCode(IntEnum):
     """training.max_nonfinite_steps consecutive steps were skipped: loss or gradient was not finite, or a spike."""
     OUT_OF_MEMORY = 4
     LOST_RANK = 5
-    """A rank or its loader worker was killed, or a collective timed out."""
+    """A rank was killed, or a collective timed out. Every rank that waited for a lost one ends with this code."""
     UNSAVED = 6
     """A signal stopped the run before it was saved: a second signal came, or the time was too short."""
     CORRUPT = 7
     """Weights or moments that should be bitwise equal differ between ranks."""
+    LOST_WORKER = 8
+    """A loader worker of this rank was killed."""

@@ -158,7 +158,7 @@ class Ranks:
         self.kill()  # also ends the children of ranks, which may still print
         cause.finish_output()
         if not cause.shown:
-            for line in last_lines(cause.log, 1 if cause.code == ExitCode.LOST_RANK else 12):
+            for line in last_lines(cause.log, 1 if cause.code in (ExitCode.LOST_RANK, ExitCode.LOST_WORKER) else 12):
                 say(f"  {line}")
         say(f"rank {cause.number} {how}; its log: {cause.log}" + (f"; {then}" if then else ""))
         if others := [rank.number for rank in self._ranks if rank.killed and rank is not cause]:
@@ -177,9 +177,17 @@ class Ranks:
         return 0 if not stopped else max(code if code > 0 else 128 - code for code in stopped)
 
     def _cause(self) -> RankProcess:
-        """The first rank to fail. Exits that may only be consequences of another rank's loss come last."""
-        echoes = (ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE)
-        return min(self.failed(), key=lambda rank: (rank.killed, rank.code in echoes, rank.end_time))
+        """The rank that failed by itself; the first to end, if several did.
+
+        A rank's loss ends its neighbours within milliseconds, and a busy machine may see these ends first. Exits that
+        are mostly consequences therefore come last, and errors, which may be, before them.
+        """
+        echoes = [ExitCode.ERROR, ExitCode.LOST_RANK, -signal.SIGABRT, -signal.SIGTERM, -signal.SIGPIPE]
+
+        def likely(rank: RankProcess) -> tuple[bool, int, float]:
+            return rank.killed, min(echoes.index(rank.code) + 1, 2) if rank.code in echoes else 0, rank.end_time
+
+        return min(self.failed(), key=likely)
 
     def _orderly(self, rank: RankProcess) -> bool:
         """Whether a stop signal ended the rank: after saving, or immediately if there was nothing to save."""
