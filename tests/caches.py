@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from components.config import ROOT, DataLoader
-from components.data import DataSpec, PackedSequences, TokenCache
+from components.data import DataSpec, PackedSequences, TokenCache, prepare
 from components.data.loader import GlobalOrder, build_loader
 from components.data.tokenizer import load_tokenizer
 
@@ -26,6 +26,13 @@ def cache_of(folder: Path, tokens: np.ndarray, document_ends: list[int] | None =
     index = {"key": "k", "dtype": "uint32", "vocab_size": 1 << 20, "tokens": len(tokens), "documents": len(ends)}
     (folder / "index.json").write_text(json.dumps(index))
     return TokenCache(folder)
+
+
+def prepared(spec: DataSpec, workers: int = 1) -> TokenCache:
+    """The one cache of small data."""
+    cache = prepare(spec, workers)
+    assert isinstance(cache, TokenCache)
+    return cache
 
 
 def spec_of(

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from components.config import ROOT, load_config
-from components.data import PackedSequences, prepare
+from components.data import PackedSequences, TokenCache, prepare
 from components.data.packed import StreamedSequences
 from components.data.stream import StreamCache, StreamSpec, start_writer, stream_spec
 from tests.caches import read, spec_of
@@ -76,5 +76,6 @@ def in_order(sequences: PackedSequences, consumed: int, steps: int) -> list[list
 
 
 def same_files(of: StreamSpec, sequences: PackedSequences) -> bool:
-    names = ("tokens.bin", "documents.bin")
-    return all((of.folder / name).read_bytes() == (sequences.cache.folder / name).read_bytes() for name in names)
+    names, cache = ("tokens.bin", "documents.bin"), sequences.cache
+    assert isinstance(cache, TokenCache)
+    return all((of.folder / name).read_bytes() == (cache.folder / name).read_bytes() for name in names)

@@ -16,12 +16,13 @@ import tokenizers
 from tokenizers import normalizers, pre_tokenizers
 
 from components.config import ROOT, ConfigError, Training
-from components.data import PackedSequences, data_spec, prepare
+from components.data import PackedSequences, data_spec
 from components.data import cache as cache_module
-from components.data.cache import BLOCK_BYTES, _chunks, _cut, _encode
+from components.data.cache import _chunks, _cut, _encode
 from components.data.sources import read_documents
 from components.data.tokenizer import load_tokenizer
-from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
+from components.data.tokens import BLOCK_BYTES
+from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, prepared, spec_of
 from tests.limits import finish, limited
 from tests.processes import small_disk, start
 from tests.test_tokenizer import save_json_tokenizer
@@ -46,7 +47,7 @@ def test_no_document_is_lost(tmp_path: Path, workers: int) -> None:
     (folder / "1.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo")
     (folder / "2.txt").touch()
     pyarrow.parquet.write_table(pyarrow.table({"text": ODD_TEXTS}), folder / "3.parquet")
-    cache = prepare(spec_of(folder, tmp_path / "cache"), workers)
+    cache = prepared(spec_of(folder, tmp_path / "cache"), workers)
     assert documents_of(cache) == [*ODD_TEXTS, "one\ntwo", *ODD_TEXTS]
     tokenizer = load_tokenizer(TOKENIZER)
     assert (cache.tokens[np.append(0, cache.document_ends[:-1])] == tokenizer.bos_id).all()
@@ -66,14 +67,14 @@ def test_documents_are_separated_once(tmp_path: Path, monkeypatch: pytest.Monkey
     data = tmp_path / "a.jsonl"
     data.write_text('{"text": "In the beginning"}\n{"text": "God created"}\n')
     spec = dataclasses.replace(spec_of(data, tmp_path / "cache", tokenizer=str(path)), separator="<s>")
-    tokens = prepare(spec, 1).tokens.tolist()
+    tokens = prepared(spec, 1).tokens.tolist()
     assert tokenizer.decode(tokens) == "</s>In the beginning<s></s>God created<s>"
 
 
 def test_a_cache_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(WORDS * 20_000)
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": WORDS * n}) + "\n" for n in range(1, 300)))
-    one, two = (prepare(spec_of(tmp_path, tmp_path / f".cache{workers}"), workers) for workers in (1, 2))
+    one, two = (prepared(spec_of(tmp_path, tmp_path / f".cache{workers}"), workers) for workers in (1, 2))
     assert one.key == two.key
     for name in ("tokens.bin", "documents.bin"):
         assert (one.folder / name).read_bytes() == (two.folder / name).read_bytes()
@@ -82,15 +83,15 @@ def test_a_cache_is_the_same_for_any_number_of_workers(tmp_path: Path) -> None:
 def test_a_cache_is_found_again_without_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text(WORDS)
     spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
-    first = prepare(spec, 1)
+    first = prepared(spec, 1)
     assert "tokenized" in capsys.readouterr().out
     files = {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")}
-    second = prepare(spec)
+    second = prepared(spec)
     assert capsys.readouterr().out == ""
     assert second.folder == first.folder
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "cache").rglob("*")} == files
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
-    assert prepare(spec_of(tmp_path / "b.txt", tmp_path / "cache")).folder == first.folder
+    assert prepared(spec_of(tmp_path / "b.txt", tmp_path / "cache")).folder == first.folder
 
 
 def test_what_decides_the_tokens_decides_the_key(tmp_path: Path) -> None:
@@ -98,7 +99,7 @@ def test_what_decides_the_tokens_decides_the_key(tmp_path: Path) -> None:
     data.write_text('{"text": "one two", "body": "three four"}\n')
     other = save_json_tokenizer(tmp_path / "tokenizer")
     keys = {
-        prepare(spec, 1).key
+        prepared(spec, 1).key
         for spec in (
             spec_of(data, cache),
             spec_of(data, cache, field="body"),
@@ -107,13 +108,13 @@ def test_what_decides_the_tokens_decides_the_key(tmp_path: Path) -> None:
         )
     }
     (other / "tokenizer_config.json").write_text("{}")
-    keys.add(prepare(spec_of(data, cache, tokenizer=str(other)), 1).key)
+    keys.add(prepared(spec_of(data, cache, tokenizer=str(other)), 1).key)
     assert len(keys) == 5
     # The same size and time of writing: what changed is found all the same.
     before = data.stat()
     data.write_text('{"text": "One two", "body": "three four"}\n')
     os.utime(data, ns=(before.st_atime_ns, before.st_mtime_ns))
-    changed = prepare(spec_of(data, cache), 1)
+    changed = prepared(spec_of(data, cache), 1)
     assert changed.key not in keys
     assert documents_of(changed) == ["One two"]
 
@@ -121,7 +122,7 @@ def test_what_decides_the_tokens_decides_the_key(tmp_path: Path) -> None:
 def test_documents_of_one_token_and_no_token_around_them(tmp_path: Path) -> None:
     tokenizer = save_json_tokenizer(tmp_path / "tokenizer", settings=False)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 100)
-    cache = prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", tokenizer=str(tokenizer)), 1)
+    cache = prepared(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", tokenizer=str(tokenizer)), 1)
     assert cache.document_ends.tolist() == list(range(1, 101))
     assert PackedSequences(cache, 9).get(np.array([5]))[1].tolist() == [list(range(9))]
 
@@ -129,10 +130,10 @@ def test_documents_of_one_token_and_no_token_around_them(tmp_path: Path) -> None
 def test_only_empty_documents_are_no_data(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n' * 100)
     with pytest.raises(ConfigError, match="no text in it"):
-        prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache"), 1)
+        prepared(spec_of(tmp_path / "a.jsonl", tmp_path / "cache"), 1)
     (tmp_path / "a.jsonl").write_text("no json\n" * 100)
     with pytest.raises(ConfigError, match=r"(?s)no text in it.*a\.jsonl:1: not JSON"):
-        prepare(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", skip=True), 1)
+        prepared(spec_of(tmp_path / "a.jsonl", tmp_path / "cache", skip=True), 1)
     assert not caches_in(tmp_path / "cache")
 
 
@@ -157,7 +158,7 @@ def test_huge_lines_take_no_longer_than_others(tmp_path: Path) -> None:
     (tmp_path / "letters.txt").write_bytes((rng.integers(0, 26, 5 << 20) + ord("a")).astype(np.uint8).tobytes())
     (tmp_path / "one_letter.txt").write_text("a" * (1 << 20))
     with limited("tokenizing 11 MiB", 60):  # where it takes the square of a line's length: hours
-        cache = prepare(spec_of(tmp_path, tmp_path / ".cache"), 2)
+        cache = prepared(spec_of(tmp_path, tmp_path / ".cache"), 2)
     letters, one_letter, words = documents_of(cache)
     assert letters == (tmp_path / "letters.txt").read_text()
     assert one_letter == "a" * (1 << 20)
@@ -167,23 +168,23 @@ def test_huge_lines_take_no_longer_than_others(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(WORDS)
     spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
-    folder = prepare(spec, 1).folder
+    folder = prepared(spec, 1).folder
     whole = (folder / "tokens.bin").read_bytes()
     (folder / "tokens.bin").write_bytes(whole[:-2])
     with pytest.raises(ConfigError, match=rf"tokens.bin: {len(whole) - 2} bytes, not {len(whole)}: remove"):
-        prepare(spec)
+        prepared(spec)
     (folder / "tokens.bin").unlink()
     with pytest.raises(ConfigError, match=r"No such file.*tokens\.bin"):
-        prepare(spec)
+        prepared(spec)
     # Without its index it was never finished.
     (folder / "index.json").unlink()
-    assert documents_of(prepare(spec, 1)) == [WORDS]
+    assert documents_of(prepared(spec, 1)) == [WORDS]
 
 
 def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(WORDS * 20_000)
     spec = spec_of(tmp_path / "a.txt", tmp_path / "cache")
-    cache = prepare(spec, 1)
+    cache = prepared(spec, 1)
     file, size = cache.folder / "tokens.bin", cache.tokens.nbytes
     assert size > 3 * BLOCK_BYTES
     sequences = PackedSequences(cache, 1000)
@@ -192,11 +193,11 @@ def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -
     content = bytearray(whole)
     content[2 * BLOCK_BYTES + 5] ^= 1
     file.write_bytes(content)
-    sequences = PackedSequences(prepare(spec, 1), 1000)
+    sequences = PackedSequences(prepared(spec, 1), 1000)
     sequences.get(np.array([0, 1]))
     with pytest.raises(ConfigError, match=r"tokens\.bin: block 2 is damaged: remove "):
         sequences.get(np.arange(len(sequences)))
-    held_out = PackedSequences(prepare(spec, 1), 40_000, "train", 0.05)
+    held_out = PackedSequences(prepared(spec, 1), 40_000, "train", 0.05)
     with pytest.raises(ConfigError, match="block 2 is damaged"):
         held_out.get(np.arange(len(held_out)))
     # A sequence of validation jumps at each join, here over two blocks.
@@ -204,17 +205,17 @@ def test_a_changed_byte_of_the_tokens_is_told_where_it_is_read(tmp_path: Path) -
     content[BLOCK_BYTES : 2 * BLOCK_BYTES] = bytes(BLOCK_BYTES)
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="block 1 is damaged"):
-        PackedSequences(prepare(spec, 1), 8192, "validation", 0.1).get(np.array([0]))
+        PackedSequences(prepared(spec, 1), 8192, "validation", 0.1).get(np.array([0]))
     file.write_bytes(whole)
     (cache.folder / "blocks.bin").unlink()  # as a cache of before there were hashes
-    PackedSequences(prepare(spec, 1), 1000).get(np.arange(len(sequences)))
+    PackedSequences(prepared(spec, 1), 1000).get(np.arange(len(sequences)))
 
 
 @pytest.mark.parametrize("place", ["a.txt", "a.txt/cache", "/proc/cache"])
 def test_a_cache_folder_that_cannot_be_is_told(tmp_path: Path, place: str) -> None:
     (tmp_path / "a.txt").write_text(WORDS)
     with pytest.raises(ConfigError, match=r"cache in .*"):
-        prepare(spec_of(tmp_path / "a.txt", tmp_path / place), 1)
+        prepared(spec_of(tmp_path / "a.txt", tmp_path / place), 1)
 
 
 def test_who_cannot_write_in_the_checkout_has_a_cache_of_their_own(
@@ -228,14 +229,14 @@ def test_who_cannot_write_in_the_checkout_has_a_cache_of_their_own(
     training = Training(dataset_path=str(data))
     owners = data_spec(training, TOKENIZER)
     assert owners.cache_folder == checkout / ".cache/tokens"
-    made = prepare(owners, 1).folder
+    made = prepared(owners, 1).folder
     monkeypatch.setattr(os, "access", lambda path, mode: checkout not in (Path(path), *Path(path).parents))
     ours = data_spec(training, TOKENIZER)
     assert ours.cache_folder == tmp_path / "mine/meshwright/tokens"
     capsys.readouterr()
-    assert prepare(ours, 1).folder == made, "the owner of the checkout has tokenized this"
+    assert prepared(ours, 1).folder == made, "the owner of the checkout has tokenized this"
     data.write_text(WORDS * 2)
-    assert prepare(ours, 1).folder.parent == ours.cache_folder
+    assert prepared(ours, 1).folder.parent == ours.cache_folder
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert data_spec(training, TOKENIZER).cache_folder == tmp_path / ".cache/meshwright/tokens"
@@ -246,15 +247,15 @@ def test_who_cannot_write_in_the_checkout_has_a_cache_of_their_own(
 def test_a_read_only_cache_is_found_by_who_sees_the_data_elsewhere(tmp_path: Path) -> None:
     """As on another node: hashes.json has other names, and cannot be written."""
     (tmp_path / "a.txt").write_text(WORDS)
-    made = prepare(spec_of(tmp_path / "a.txt", tmp_path / "cache"), 1).folder
+    made = prepared(spec_of(tmp_path / "a.txt", tmp_path / "cache"), 1).folder
     (tmp_path / "a.txt").rename(tmp_path / "b.txt")
     with small_disk(tmp_path / "disk", "1m") as disk:
         shutil.copytree(made, disk / made.name)
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-        assert prepare(spec_of(tmp_path / "b.txt", disk), 1).key == made.name
+        assert prepared(spec_of(tmp_path / "b.txt", disk), 1).key == made.name
         (tmp_path / "c.txt").write_text(WORDS * 2)
         with pytest.raises(ConfigError, match=r"\(training\.dataset_cache\): .*Read-only file system"):
-            prepare(spec_of(tmp_path / "c.txt", disk), 1)
+            prepared(spec_of(tmp_path / "c.txt", disk), 1)
 
 
 @pytest.mark.quick
@@ -299,5 +300,5 @@ def test_chunks_begin_with_no_space_that_the_text_does_not_have(tmp_path: Path) 
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "a.txt").write_text((WORDS * 9000)[:150_000].strip())
     spec = dataclasses.replace(spec_of(tmp_path / "a.txt", tmp_path / "cache"), tokenizer_path=str(tmp_path))
-    tokens = prepare(spec, 1).tokens.tolist()
+    tokens = prepared(spec, 1).tokens.tolist()
     assert tokens == made.encode((tmp_path / "a.txt").read_text()).ids

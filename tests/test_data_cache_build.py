@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.data import prepare
-from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, spec_of
+from tests.caches import TOKENIZER, WORDS, caches_in, documents_of, prepared, spec_of
 from tests.limits import finish, wait_until
 from tests.processes import ended, processes_of, start
 
@@ -49,7 +48,7 @@ def test_a_killed_build_leaves_no_cache_and_no_process(tmp_path: Path) -> None:
         wait_until(lambda: not processes_of(process.pid))
         assert not caches_in(cache)
         assert list(cache.glob(".staging-*"))
-        assert documents_of(prepare(spec_of(data, cache), 2)) == [data.read_text()]
+        assert documents_of(prepared(spec_of(data, cache), 2)) == [data.read_text()]
         assert not list(cache.glob(".staging-*"))
 
 

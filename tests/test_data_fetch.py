@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from components.config import ROOT, load_config
-from components.data import datasets, prepare
+from components.data import datasets
 from components.data.__main__ import prepare_all
 from components.data.hub import _wanted, is_of_hub
 from tests import limits
-from tests.caches import spec_of
+from tests.caches import prepared, spec_of
 from tests.chats import said, save
 from tests.hub import COMMIT, GATED, serving
 from tests.processes import small_disk
@@ -191,7 +191,7 @@ def test_a_dataset_of_the_hub_is_streamed_as_its_files_are_tokenized(hub: tuple[
     key, folder = done.stdout.splitlines()
     assert key.startswith(f"org/books:en@{COMMIT}/")
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:200]))
-    right = prepare(spec_of(tmp_path / "data.jsonl", tmp_path), 1)
+    right = prepared(spec_of(tmp_path / "data.jsonl", tmp_path), 1)
     for name in ("tokens.bin", "documents.bin"):
         assert (Path(folder) / name).read_bytes() == (right.folder / name).read_bytes()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from components.config import ConfigError, JobConfig
-from components.data import PackedSequences
+from components.data import PackedSequences, TokenCache
 from components.data.cache import how_tokenized
 from components.data.order import check_data_order, data_order, sequence_at
 from tests.caches import cache_of, read, spec_of
@@ -138,6 +138,7 @@ def test_workers_outlive_signals_to_the_group_and_a_killed_one_is_an_error_soon(
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text(LOADING.replace("    ACTION\n", action))
+    assert isinstance(sequences.cache, TokenCache)
     process = start(str(script), str(sequences.cache.folder))
     with ended(process):
         out, err = finish(process)

@@ -11,7 +11,7 @@ from components.config import ROOT, ConfigError, Training, load_config
 from components.data import DataSpec, data_spec, prepare, sources
 from components.data.__main__ import prepare_all
 from components.data.sources import BadRecord, find_files, read_documents, unread_files
-from tests.caches import caches_in, documents_of, spec_of
+from tests.caches import caches_in, documents_of, prepared, spec_of
 
 
 def test_a_path_may_be_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_skipped_records_are_counted(tmp_path: Path, capsys: pytest.CaptureFixtu
     lines[16] = "no json"
     (tmp_path / "lines.jsonl").write_text("\n".join(lines))
     (tmp_path / "bad.txt").write_bytes(b"\xff")
-    cache = prepare(spec_of(tmp_path, tmp_path / ".cache", field="body", skip=True), 1)
+    cache = prepared(spec_of(tmp_path, tmp_path / ".cache", field="body", skip=True), 1)
     assert documents_of(cache) == [f"text {number}" for number in range(1, 21) if number != 17]
     assert "2 records skipped" in capsys.readouterr().out
     assert len(json.loads((cache.folder / "index.json").read_text())["skipped_records"]) == 2

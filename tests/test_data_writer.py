@@ -64,7 +64,7 @@ def test_a_writer_waits_for_readers_and_another_goes_on_where_it_was_killed(
             assert read(sequences, 3, 1, 36) == in_order(right, 36, 3), "who read before goes on too"
             kill(others)
             killed = read_progress(of.folder)
-            assert 0 < killed["tokens"] < len(right.cache.tokens)
+            assert 0 < killed["tokens"] < right.cache.num_tokens
             gone = r"the process that tokenizes .* is gone: killed, or out of memory"
             with limited("a reader without its writer", 60), pytest.raises(RuntimeError, match=gone):
                 others.get(np.array([len(right) - 1]))
@@ -77,7 +77,7 @@ def test_a_writer_waits_for_readers_and_another_goes_on_where_it_was_killed(
         assert read(sequences, 2, 1, len(right) - 5) == in_order(right, len(right) - 5, 2)
     assert same_files(of, right)
     # Files that lost something since are made again.
-    assert begin(of)["tokens"] == len(right.cache.tokens)
+    assert begin(of)["tokens"] == right.cache.num_tokens
     os.truncate(of.folder / "documents.bin", 10)
     assert begin(of)["tokens"] == 0
     (of.folder / "progress.json").write_text(json.dumps(killed))

@@ -10,8 +10,7 @@ from torch import Tensor
 
 import train
 from components.config import ConfigError, load_config
-from components.data import loader
-from components.data.cache import TokenCache
+from components.data import TokenCache, loader
 from models import objective
 from models.objective import OBJECTIVES, Objective, Terms
 from parallelize.rules import check_model

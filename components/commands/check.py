@@ -22,7 +22,7 @@ from pathlib import Path
 from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.config.files import writable
-from components.data.cache import cache_of, is_made
+from components.data.cache import is_made
 from components.data.datasets import of_source, spec_of
 from components.data.hub import hub_place, is_of_hub
 from components.data.sources import BadRecord, Unread, ending, find_files, unread_files
@@ -115,7 +115,7 @@ def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
                 raise ConfigError(document.reason)
     size = sum(file.stat().st_size for file in files)
     batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
-    if not writable(spec.cache_folder) and not is_made(cache_of(spec, files)):
+    if not writable(spec.cache_folder) and not is_made(spec, files):
         reason = f"no permission to write in {spec.cache_folder}, and {spec.path} is not tokenized there yet"
         raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"

@@ -1,7 +1,7 @@
 """From text files to batches.
 
 - sources.py reads documents.
-- cache.py tokenizes documents before training.
+- cache.py tokenizes documents before training; tokens.py reads what it has made.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.
 - template.py, chats.py and rows.py make rows of chats.
@@ -11,8 +11,17 @@
 - hub.py talks to the Hugging Face hub.
 """
 
-from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.cache import DataSpec, data_spec, prepare
 from components.data.datasets import build_datasets, spec_of
 from components.data.packed import PackedSequences
+from components.data.tokens import TokenCache
 
-__all__ = ["DataSpec", "PackedSequences", "TokenCache", "build_datasets", "data_spec", "prepare", "spec_of"]
+__all__ = [
+    "DataSpec",
+    "PackedSequences",
+    "TokenCache",
+    "build_datasets",
+    "data_spec",
+    "prepare",
+    "spec_of",
+]

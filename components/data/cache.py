@@ -1,9 +1,12 @@
-"""Tokenizes text once, in parallel, into a memory-mapped cache, whose key is a hash of the content and the tokenizer.
+"""Tokenizes text once, in parallel, into memory-mapped caches, whose keys are hashes of the content and the tokenizer.
 
 <cache_folder>/<key>/tokens.bin      token ids, uint16 or uint32
                      blocks.bin      a hash of each 64 KiB of tokens.bin, uint64
                      documents.bin   end of each document, in tokens, int64
-                     index.json      key, token type, counts, source files, skipped records
+                     index.json      key, token type, counts, the content of each source file, skipped records
+
+A cache holds consecutive files of a dataset. Large datasets have several caches. If files are added to a dataset, the
+files that a cache has already are found by their content, and only the others are tokenized.
 """
 
 import hashlib
@@ -20,7 +23,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 from tqdm import tqdm
@@ -30,7 +33,6 @@ from components.config.files import (
     digest,
     make_staging,
     publish,
-    read_json_as,
     read_json_if_whole,
     replace,
     writable,
@@ -39,11 +41,13 @@ from components.config.files import (
 from components.data.sources import HUB, READERS, REGISTERED, BadRecord, Document, ending, find_files, read_documents
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
+from components.data.tokens import BLOCK_BYTES, JoinedTokens, Segment, TokenCache, Tokens, block_hash, token_dtype
 from components.launch.locks import locked
 from components.launch.process import cores
 
+_MOST_GROUPS = 256
+"""Caches of one dataset, at the most, when all of it is tokenized at once."""
 _CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
-BLOCK_BYTES = 1 << 16
 _FORMAT = "2"  # part of the key; to be changed when the cutting of text or the storage of tokens changes
 
 Documents = Iterable[tuple[Document | BadRecord, Any]]
@@ -64,6 +68,8 @@ class DataSpec:
 
     endings: ClassVar[Collection[str]] = READERS
     """Endings of the files that are read."""
+    cache_bytes: ClassVar[float] = 256 << 20
+    """Bytes of files that have one cache; a larger file has one for itself. A killed process loses no whole cache."""
 
     def settings(self) -> tuple[str, ...]:
         """All that affects how documents become tokens, beside the files."""
@@ -72,68 +78,16 @@ class DataSpec:
     def documents(self, file: Path) -> Iterator[Document | BadRecord]:
         return read_documents(file, self.text_field)
 
-    def tokenize(self, files: list[Path], folder: Path, key: str, workers: int) -> None:
-        """Write the files of a cache."""
-        _tokenize(self, files, folder, key, workers)
+    def tokenize(self, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
+        """Writes the tokens and document ends of a cache, and prints what was done with `name`.
 
-    def open(self, folder: Path) -> "TokenCache":
-        return TokenCache(folder)
-
-
-@dataclass
-class _Index:
-    """The fields of index.json that are read."""
-
-    key: str
-    dtype: Literal["uint16", "uint32"]
-    vocab_size: int
-    tokens: int
-    documents: int
-
-
-class TokenCache:
-    """A finished, memory-mapped cache. Raises ConfigError if a file has the wrong size.
-
-    If the cache has hashes, each process verifies a block of tokens before its first read of that block.
-    """
-
-    trained: np.ndarray | None = None
-    """bool (tokens,): whether a token is a label in training; None if all tokens are."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = read_json_as(_Index, folder / "index.json")
-        token_size = np.dtype(index.dtype).itemsize
-        for name, size in (("tokens.bin", token_size * index.tokens), ("documents.bin", 8 * index.documents)):
-            if (found := (folder / name).stat().st_size) != size:
-                raise ConfigError(f"{folder / name}: {found} bytes, not {size}: remove {folder} to tokenize again")
-        self.key, self.vocab_size = index.key, index.vocab_size
-        self.tokens = np.memmap(folder / "tokens.bin", dtype=index.dtype, mode="r")
-        self.document_ends = np.memmap(folder / "documents.bin", dtype=np.int64, mode="r")
-        blocks = -(-self.tokens.nbytes // BLOCK_BYTES)
-        file = folder / "blocks.bin"
-        hashes = np.fromfile(file, np.uint64) if file.exists() else np.empty(0, np.uint64)
-        self._hashes = hashes if len(hashes) == blocks else None
-        self._verified = np.zeros(blocks, dtype=bool)
-
-    def verify(self, places: np.ndarray) -> None:
-        """Verifies the blocks of the tokens at these places (n, S) before they are read.
-
-        Raises ConfigError if a block differs from its hash.
+        Returns fields of index.json: dtype, vocab_size, tokens, documents, skipped_records, and as "counts" the tokens
+        and documents of each file, if files of the cache may be used without the others.
         """
-        if self._hashes is None:
-            return
-        block_tokens = BLOCK_BYTES // self.tokens.itemsize
-        numbers = places // block_tokens
-        for number in np.unique(numbers[~self._verified[numbers]]).tolist():
-            block = self.tokens[number * block_tokens : (number + 1) * block_tokens]
-            if block_hash(block) != self._hashes[number]:
-                raise ConfigError(f"{self.folder / 'tokens.bin'}: block {number} is damaged: remove {self.folder}")
-            self._verified[number] = True
+        return _tokenize(self, files, folder, name, workers)
 
-    def __reduce__(self) -> tuple[type["TokenCache"], tuple[Path]]:
-        """Pickles only the folder: pickling a memory map would copy its content."""
-        return TokenCache, (self.folder,)
+    def open(self, folder: Path) -> TokenCache:
+        return TokenCache(folder)
 
 
 def data_spec(training: Training, tokenizer_path: str, path: str | None = None) -> DataSpec:
@@ -156,56 +110,142 @@ def own_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "meshwright/tokens"
 
 
-def cache_of(spec: DataSpec, files: list[Path]) -> Path:
-    """The folder of the finished cache of this data, or where the cache is to be made."""
-    key = _key(spec, files)
-    shared = ROOT / Training.dataset_cache / key  # perhaps made by the owner of the checkout
-    return shared if spec.cache_folder == own_cache() and is_made(shared) else spec.cache_folder / key
+def is_made(spec: DataSpec, files: list[Path]) -> bool:
+    """Whether all of these files are tokenized."""
+    return _find(spec, _contents(spec, files)) is not None
 
 
-def is_made(folder: Path) -> bool:
-    """Whether a cache is finished."""
-    return (folder / "index.json").exists()
+def prepare(spec: DataSpec, workers: int | None = None) -> Tokens:
+    """Opens the caches of this data. `workers` processes (default: one per core) tokenize files that no cache has.
 
-
-def prepare(spec: DataSpec, workers: int | None = None) -> TokenCache:
-    """Opens the cache of this data; if it is missing, `workers` processes make it (default: one per core).
-
-    Raises ConfigError if there is no data, the cache cannot be written, or a record is unreadable and not skipped.
+    Raises ConfigError if there is no data, a cache cannot be written, or a record is unreadable and not skipped.
     """
     try:
         files = find_files(spec.path, spec.endings)
-        folder = cache_of(spec, files)
+        contents = _contents(spec, files)
         # An existing cache is opened without a lock, because its disk may be read-only.
-        if not is_made(folder):
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            with locked(folder.with_name(f".{folder.name}.lock"), f"tokenize {spec.path}"):
-                if not is_made(folder):
-                    _build(spec, files, folder, workers or cores())
-        return spec.open(folder)
+        found = _find(spec, contents)
+        if not found:
+            _make(spec, files, contents, workers or cores())
+            found = _find(spec, contents)
+        if not found:
+            raise ConfigError(f"training data {spec.path}: no text in it")
+        return found
     except OSError as error:
         where = f"cache in {spec.cache_folder} (training.dataset_cache)"
         raise ConfigError(f"training data {spec.path}, {where}: {error}") from error
 
 
-def _build(spec: DataSpec, files: list[Path], folder: Path, workers: int) -> None:
-    """Makes the cache in a staging folder, which is renamed when it is complete."""
+def _find(spec: DataSpec, contents: list[str]) -> Tokens | None:
+    """The tokens of the files with these contents; None if a file is in no cache."""
+    key = _key(spec, contents)
+    for parent in _parents(spec):
+        if (parent / key / "index.json").exists():
+            return spec.open(parent / key)
+    known = _known(spec)
+    if not known.keys() >= set(contents):
+        return None
+    segments = list[Segment]()
+    for each in (known[content] for content in contents if known[content].tokens):
+        last = segments[-1] if segments else None
+        if last and (last.path, last.first_token + last.tokens) == (each.path, each.first_token):
+            tokens, documents = last.tokens + each.tokens, last.documents + each.documents
+            segments[-1] = Segment(last.path, last.first_token, tokens, last.first_document, documents)
+        else:
+            segments.append(each)
+    return JoinedTokens(key, segments, spec.open(segments[0].path).vocab_size) if segments else None
+
+
+def _parents(spec: DataSpec) -> list[Path]:
+    """The folders that may have caches of this data: the job's, and that of the owner of the checkout."""
+    shared = ROOT / Training.dataset_cache
+    return [spec.cache_folder] + [shared] * (spec.cache_folder == own_cache())
+
+
+def _known(spec: DataSpec) -> dict[str, Segment]:
+    """Content of each file that a cache has, tokenized by the settings of spec -> where it is."""
+    how, known = how_tokenized(spec).hexdigest(), dict[str, Segment]()
+    for parent in _parents(spec):
+        for file in sorted(parent.glob("*/index.json")):
+            index = read_json_if_whole(file)
+            if index.get("how") != how:
+                continue
+            tokens = documents = 0
+            for content, own_tokens, own_documents in index["files"]:
+                known[content] = Segment(file.parent, tokens, own_tokens, documents, own_documents)
+                tokens, documents = tokens + own_tokens, documents + own_documents
+    return known
+
+
+def _make(spec: DataSpec, files: list[Path], contents: list[str], workers: int) -> None:
+    """Makes caches for the files that are in no cache. Takes last those that another process is making."""
+    try_tokenizer(spec.tokenizer_path, spec.separator)
+    spec.cache_folder.mkdir(parents=True, exist_ok=True)
+    known = _known(spec)
+    parts = [
+        part
+        for group in _groups(spec, list(zip(files, contents, strict=True)))
+        if (part := [(file, content) for file, content in group if content not in known])
+    ]
+    for task in (None, f"tokenize {spec.path}"):
+        left = []
+        for part in parts:
+            folder = spec.cache_folder / _key(spec, [content for _, content in part])
+            with locked(folder.with_name(f".{folder.name}.lock"), task) as is_held:
+                if not is_held:
+                    left.append(part)
+                elif not (folder / "index.json").exists():
+                    _build(spec, part, folder, workers, len(files))
+        parts = left
+
+
+def _groups(spec: DataSpec, files: list[tuple[Path, str]]) -> Iterator[list[tuple[Path, str]]]:
+    """Consecutive files for one cache each. The groups do not depend on what is tokenized already, so that processes
+    which start at different times share the work.
+    """
+    sizes = [file.stat().st_size for file, _ in files]
+    most, group, size = max(spec.cache_bytes, sum(sizes) / _MOST_GROUPS), list[tuple[Path, str]](), 0
+    for each, own in zip(files, sizes, strict=True):
+        if group and size + own > most:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += own
+    yield group
+
+
+def _build(spec: DataSpec, part: list[tuple[Path, str]], folder: Path, workers: int, of_files: int) -> None:
+    """Makes a cache in a staging folder, which is renamed when it is complete."""
     staging = make_staging(folder)
+    files, contents = [file for file, _ in part], [content for _, content in part]
+    name = spec.path if len(files) == of_files else f"{len(files):,} of {of_files:,} files of {spec.path}"
     try:
-        try_tokenizer(spec.tokenizer_path, spec.separator)
-        spec.tokenize(files, staging, folder.name, workers)
-        if _key(spec, files) != folder.name:
+        index = spec.tokenize(files, staging, name, workers)
+        if not index["tokens"] and len(files) == of_files:
+            raise ConfigError([f"training data {spec.path}: no text in it", *index["skipped_records"][:3]])
+        if _contents(spec, files) != contents:
             raise ConfigError(f"training data {spec.path}: changed while it was read")
+        if counts := index.pop("counts", None):
+            own = [[content, *each] for content, each in zip(contents, counts, strict=True)]
+            index |= {"how": how_tokenized(spec).hexdigest(), "files": own}
+        write_hashes(staging)
+        write_json(staging / "index.json", {"key": folder.name, **index, "sources": [str(file) for file in files]})
         shutil.rmtree(publish(staging, folder), ignore_errors=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _key(spec: DataSpec, files: list[Path]) -> str:
-    """Hash of the files' contents, in order, and of the settings in how_tokenized."""
+def _contents(spec: DataSpec, files: list[Path]) -> list[str]:
+    """Ending and hash of each file."""
+    hashes = hashes_of(spec.cache_folder, files, _whole)
+    return [f"{ending(file)}:{content}" for file, content in zip(files, hashes, strict=True)]
+
+
+def _key(spec: DataSpec, contents: list[str]) -> str:
+    """Hash of the contents of files, in order, and of the settings in how_tokenized."""
     key = how_tokenized(spec)
-    for file, content in zip(files, hashes_of(spec.cache_folder, files, _whole)):
-        key.update(f"{ending(file)}:{content}\0".encode())
+    for content in contents:
+        key.update(f"{content}\0".encode())
     return key.hexdigest()
 
 
@@ -239,46 +279,41 @@ def _whole(file: Path) -> str:
     return digest(file)[1]
 
 
-def block_hash(content: np.ndarray) -> int:
-    """64-bit hash of a block."""
-    return int.from_bytes(hashlib.blake2b(content.view(np.uint8).data, digest_size=8).digest(), "little")
-
-
-def _tokenize(spec: DataSpec, files: list[Path], folder: Path, key: str, workers: int) -> None:
+def _tokenize(spec: DataSpec, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
     tokenizer = load_tokenizer(spec.tokenizer_path, spec.separator)
     dtype = token_dtype(tokenizer.vocab_size)
     bad: list[str] = []
     ends: list[int] = []
+    counts = np.zeros((len(files), 2), np.int64)
+    """Tokens and documents of each file."""
     total, started = 0, time.perf_counter()
     size = sum(file.stat().st_size for file in files)
-    documents = ((document, None) for file in files for document in spec.documents(file))
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {spec.path}", file=sys.stderr)
+    documents = ((document, number) for number, file in enumerate(files) for document in spec.documents(file))
+    bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {name}", file=sys.stderr)
     with bar, (folder / "tokens.bin").open("wb") as tokens:
-        for encoded, is_end, read_bytes, _ in tokenized(documents, spec, dtype, workers, bad):
-            total += tokens.write(encoded) // dtype.itemsize
+        for encoded, is_end, read_bytes, number in tokenized(documents, spec, dtype, workers, bad):
+            written = tokens.write(encoded) // dtype.itemsize
+            total += written
+            counts[number] += written, is_end
             bar.update(read_bytes)
             if is_end:
                 ends.append(total)
     seconds = time.perf_counter() - started
-    if not total:
-        raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
-    write_hashes(folder)
     (folder / "documents.bin").write_bytes(np.asarray(ends, dtype=np.int64).tobytes())
-    index = {
-        "key": key,
+    if total:
+        print(
+            f"tokenized {name}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
+            f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
+            flush=True,
+        )
+    return {
         "dtype": dtype.name,
         "vocab_size": tokenizer.vocab_size,
         "tokens": total,
         "documents": len(ends),
+        "counts": counts.tolist(),
         "skipped_records": bad,
-        "sources": [str(file) for file in files],
     }
-    write_json(folder / "index.json", index)
-    print(
-        f"tokenized {spec.path}: {total:,} tokens in {len(ends):,} documents, {seconds:.1f} s "
-        f"({total / seconds / workers:,.0f} tokens/s a core)" + (f"; {len(bad):,} records skipped" if bad else ""),
-        flush=True,
-    )
 
 
 def write_hashes(folder: Path) -> None:
@@ -287,11 +322,6 @@ def write_hashes(folder: Path) -> None:
         blocks = iter(partial(written.read, BLOCK_BYTES), b"")
         hashes = [block_hash(np.frombuffer(block, np.uint8)) for block in blocks]
     np.asarray(hashes, dtype=np.uint64).tofile(folder / "blocks.bin")
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    """The smallest type that holds every token."""
-    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def tokenized(

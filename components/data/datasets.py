@@ -7,13 +7,14 @@ from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
 from components.config.tables import Source
-from components.data.cache import DataSpec, TokenCache, data_spec, prepare
+from components.data.cache import DataSpec, data_spec, prepare
 from components.data.hub import download_split, is_of_hub
 from components.data.mixture import Mixture, phases
 from components.data.packed import PackedSequences, StreamedSequences
 from components.data.rows import ChatCache, ChatRows, ChatSpec
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
 from components.data.tokenizer import check_tokenizer, load_tokenizer
+from components.data.tokens import Tokens
 from components.launch.orphan import LAUNCHER_PIPE
 
 
@@ -111,7 +112,7 @@ def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | Non
     return mixture(training.seq_len, "train", held_out), held
 
 
-def packed(config: JobConfig, cache: TokenCache, *given: Any) -> PackedSequences:
+def packed(config: JobConfig, cache: Tokens, *given: Any) -> PackedSequences:
     """Sequences of a cache. `given` holds the arguments seq_len, part and held_out_fraction of PackedSequences."""
     return ChatRows(cache, config.chat, *given) if isinstance(cache, ChatCache) else PackedSequences(cache, *given)
 

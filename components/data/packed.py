@@ -5,9 +5,9 @@ from typing import Any, Literal
 import numpy as np
 
 from components.config import ConfigError
-from components.data.cache import TokenCache
 from components.data.order import sequence_at
 from components.data.stream import StreamCache
+from components.data.tokens import Tokens
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
 
@@ -34,14 +34,14 @@ class PackedSequences:
 
     def __init__(
         self,
-        cache: TokenCache | StreamCache,
+        cache: Tokens,
         seq_len: int,
         part: Literal["all", "train", "validation"] = "all",
         held_out_fraction: float = 0.0,
     ) -> None:
         self.cache, self.seq_len, self.part = cache, seq_len, part
         self.key = f"{cache.key}/{part}/{held_out_fraction}" if part != "all" else cache.key
-        stream = len(cache.tokens)
+        stream = cache.num_tokens
         # A stream too short for ten periods of whole blocks gets smaller blocks.
         self._block = max(1, min(_BLOCK, int(stream * held_out_fraction / 10)))
         self._period = round(self._block / held_out_fraction) if held_out_fraction else stream
@@ -74,9 +74,8 @@ class PackedSequences:
         Ids number the documents of a sequence from 0 on. A join of two parts of the stream begins a new document.
         """
         places = self._places_of(indices)
-        self.cache.verify(places)
-        tokens = self.cache.tokens[places].astype(np.int64)
-        documents = np.searchsorted(self.cache.document_ends, places[:, :-1], side="right")
+        tokens = self.cache.tokens_at(places)
+        documents = self.cache.documents_at(places[:, :-1])
         joins = np.cumsum(np.diff(places[:, :-1], axis=1, prepend=places[:, :1]) > 1, axis=1)
         # Both grow along a sequence; a document that ends at a join is one change, not two.
         changes = np.diff(documents + joins, axis=1, prepend=(documents + joins)[:, :1]) > 0
@@ -130,8 +129,8 @@ class StreamedSequences(PackedSequences):
         """As above, after waiting for the tokens. Raises what StreamCache.reach raises."""
         self.cache.reach((int(np.max(indices)) + 1) * self.seq_len + 1)
         if self.cache.is_whole:
-            num_sequences = (len(self.cache.tokens) - 1) // self.seq_len
+            num_sequences = (self.cache.num_tokens - 1) // self.seq_len
             if num_sequences < 1:
-                raise ConfigError(_too_few(len(self.cache.tokens), "training", self.seq_len))
+                raise ConfigError(_too_few(self.cache.num_tokens, "training", self.seq_len))
             indices = np.asarray(indices) % num_sequences
         return super().get(indices)

@@ -5,6 +5,7 @@
                      and the files of cache.py; a document is a sequence of a chat
 """
 
+import math
 import multiprocessing
 import signal
 import sys
@@ -22,15 +23,15 @@ import numpy as np
 from tqdm import tqdm
 
 from components.config import ConfigError
-from components.config.files import write_json
 from components.config.tables import Chat
-from components.data.cache import DataSpec, TokenCache, end_with_parent, token_dtype, write_hashes
+from components.data.cache import DataSpec, end_with_parent
 from components.data.chats import Chats
 from components.data.order import sequence_at
 from components.data.packed import PackedSequences
 from components.data.sources import RECORDS, BadRecord, ending
 from components.data.template import BadChat
 from components.data.tokenizer import fingerprint
+from components.data.tokens import TokenCache, token_dtype
 
 _FORMAT = "chat 1"
 """Part of the key; change it with the rendering of chats or the storage of rows."""
@@ -47,6 +48,7 @@ class ChatSpec(DataSpec):
     chat: Chat = field(default_factory=Chat, kw_only=True)
 
     endings = RECORDS
+    cache_bytes = math.inf
 
     def settings(self) -> tuple[str, ...]:
         chat, template = self.chat, Chats(self.chat, self.tokenizer_path).template
@@ -71,7 +73,7 @@ class ChatSpec(DataSpec):
             else:
                 yield from (chats.tokenizer.decode(ids) for ids, _ in found)
 
-    def tokenize(self, files: list[Path], folder: Path, key: str, workers: int) -> None:
+    def tokenize(self, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
         chats, started = Chats(self.chat, self.tokenizer_path), time.perf_counter()
         dtype = token_dtype(chats.tokenizer.vocab_size)
         total = trained = records = 0
@@ -97,11 +99,7 @@ class ChatSpec(DataSpec):
                     ends.append(total)
         if not total:
             raise ConfigError([f"training data {self.path}: no chat in it", *bad[:3]])
-        write_hashes(folder)
         np.asarray(ends, dtype=np.int64).tofile(folder / "documents.bin")
-        index = {"key": key, "dtype": dtype.name, "vocab_size": chats.tokenizer.vocab_size, "tokens": total}
-        index |= {"documents": len(ends), "records": records, "trained_tokens": trained}
-        write_json(folder / "index.json", index | {"skipped_records": bad, "sources": [str(file) for file in files]})
         seconds = time.perf_counter() - started
         print(
             f"tokenized {self.path}: {records - len(bad):,} chats in {len(ends):,} sequences of {total:,} tokens, "
@@ -109,6 +107,9 @@ class ChatSpec(DataSpec):
             + (f"; {len(bad):,} records skipped" if bad else ""),
             flush=True,
         )
+        index = {"dtype": dtype.name, "vocab_size": chats.tokenizer.vocab_size, "tokens": total}
+        index |= {"documents": len(ends), "records": records, "trained_tokens": trained}
+        return index | {"skipped_records": bad}
 
     def _all(self, files: list[Path], workers: int) -> Iterator[tuple[str, Any]]:
         """Yields (place, sequences or BadRecord) of each record, in order; workers run a few batches ahead."""
@@ -244,8 +245,8 @@ class ChatRows(PackedSequences):
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n, seq_len + 1), 0 for padding, and document ids (n, seq_len); padding is a document of its own."""
         places, documents = self._laid_out(indices)
-        self.cache.verify(np.maximum(places, 0))
-        return np.where(places < 0, 0, self.cache.tokens[places]).astype(np.int64), documents[:, :-1]
+        tokens = self.cache.tokens_at(np.maximum(places, 0))
+        return np.where(places < 0, 0, tokens), documents[:, :-1]
 
     def trained(self, indices: np.ndarray) -> np.ndarray:
         places = self._laid_out(indices)[0]

@@ -27,7 +27,7 @@ import numpy as np
 from components.config import ConfigError, JobConfig, Training, mistake, python_path
 from components.config.files import read_json_if_whole, refuse_pointer, sample
 from components.config.keys import short
-from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized, token_dtype
+from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized
 from components.data.hub import hub_errors, hub_place, is_of_hub, is_of_network, train_split
 from components.data.sources import (
     READERS,
@@ -42,6 +42,7 @@ from components.data.sources import (
     walk,
 )
 from components.data.tokenizer import load_tokenizer, try_tokenizer
+from components.data.tokens import MappedTokens, token_dtype
 from components.launch.locks import is_held
 
 AHEAD_TOKENS = 1 << 24
@@ -324,14 +325,11 @@ def read_wanted(folder: Path) -> int:
     return int.from_bytes((folder / "wanted").read_bytes(), "little")
 
 
-class StreamCache:
-    """A growing cache. tokens and document_ends are as last mapped; reach waits for more tokens."""
-
-    trained: np.ndarray | None = None
-    """As in TokenCache."""
+class StreamCache(MappedTokens):
+    """A growing cache, without hashes. tokens and document_ends are as last mapped; reach waits for more tokens."""
 
     def __init__(self, spec: StreamSpec, writer: "subprocess.Popen[str] | None" = None) -> None:
-        self.spec, self.key, self.folder = spec, spec.key, spec.folder
+        self.spec, self.key, self.folder, self.vocab_size = spec, spec.key, spec.folder, spec.vocab_size
         self.writer = writer  # ends with this object, or with the process
         self.tokens = np.empty(0, token_dtype(spec.vocab_size))
         self.document_ends = np.empty(0, np.int64)
@@ -340,9 +338,6 @@ class StreamCache:
     def __reduce__(self) -> tuple[type["StreamCache"], tuple[StreamSpec]]:
         """Pickles only the spec: another process maps the files again, and does not own the writer."""
         return StreamCache, (self.spec,)
-
-    def verify(self, places: np.ndarray) -> None:
-        """Does nothing, because a growing cache has no hashes."""
 
     def reach(self, wanted: int) -> None:
         """Waits until this many tokens exist, or the whole dataset is tokenized.

@@ -32,15 +32,18 @@ _kept: list[BaseFileLock] = []
 
 
 @contextlib.contextmanager
-def locked(path: Path, task: str) -> Iterator[None]:
-    """Holds a lock, for which it waits as keep_lock does. Raises OSError if the file cannot be made."""
+def locked(path: Path, task: str | None) -> Iterator[bool]:
+    """Holds a lock as keep_lock does; yields False if another process holds the lock and there is no task.
+
+    Raises OSError if the file cannot be made.
+    """
     lock = keep_lock(path, task)
-    assert lock
     try:
-        yield
+        yield lock is not None
     finally:
-        _kept.remove(lock)
-        lock.release()
+        if lock:
+            _kept.remove(lock)
+            lock.release()
 
 
 def keep_lock(path: Path, task: str | None = None) -> BaseFileLock | None:
