@@ -17,6 +17,7 @@ from pathlib import Path
 from components.config import ConfigError
 from components.data import DataSpec, prepare
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, if the tests run in the background of a script
+DataSpec.cache_bytes = int(sys.argv[4])
 try:
     prepare(DataSpec(sys.argv[1], "text", False, sys.argv[3], Path(sys.argv[2])), 1)
 except ConfigError as error:
@@ -24,8 +25,8 @@ except ConfigError as error:
 """
 
 
-def start_prepare(data: Path, cache: Path) -> subprocess.Popen[str]:
-    return start("-c", PREPARE, str(data), str(cache), TOKENIZER)
+def start_prepare(data: Path, cache: Path, cache_bytes: int = 1 << 30) -> subprocess.Popen[str]:
+    return start("-c", PREPARE, str(data), str(cache), TOKENIZER, str(cache_bytes))
 
 
 @contextmanager

@@ -78,13 +78,21 @@ class DataSpec:
     def documents(self, file: Path) -> Iterator[Document | BadRecord]:
         return read_documents(file, self.text_field)
 
-    def tokenize(self, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
+    def pool(self, workers: int) -> ProcessPoolExecutor:
+        """Processes that tokenize."""
+        # Spawned workers import only the modules they need, and inherit no locks, threads or signal handlers.
+        given = self.tokenizer_path, self.separator
+        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, given)
+
+    def tokenize(
+        self, files: list[Path], folder: Path, name: str, pool: ProcessPoolExecutor, workers: int
+    ) -> dict[str, Any]:
         """Writes the tokens and document ends of a cache, and prints what was done with `name`.
 
         Returns fields of index.json: dtype, vocab_size, tokens, documents, skipped_records, and as "counts" the tokens
         and documents of each file, if files of the cache may be used without the others.
         """
-        return _tokenize(self, files, folder, name, workers)
+        return _tokenize(self, files, folder, name, pool, workers)
 
     def open(self, folder: Path) -> TokenCache:
         return TokenCache(folder)
@@ -187,16 +195,17 @@ def _make(spec: DataSpec, files: list[Path], contents: list[str], workers: int) 
         for group in _groups(spec, list(zip(files, contents, strict=True)))
         if (part := [(file, content) for file, content in group if content not in known])
     ]
-    for task in (None, f"tokenize {spec.path}"):
-        left = []
-        for part in parts:
-            folder = spec.cache_folder / _key(spec, [content for _, content in part])
-            with locked(folder.with_name(f".{folder.name}.lock"), task) as is_held:
-                if not is_held:
-                    left.append(part)
-                elif not (folder / "index.json").exists():
-                    _build(spec, part, folder, workers, len(files))
-        parts = left
+    with spec.pool(workers) as pool:
+        for task in (None, f"tokenize {spec.path}"):
+            left = []
+            for part in parts:
+                folder = spec.cache_folder / _key(spec, [content for _, content in part])
+                with locked(folder.with_name(f".{folder.name}.lock"), task) as is_held:
+                    if not is_held:
+                        left.append(part)
+                    elif not (folder / "index.json").exists():
+                        _build(spec, part, folder, pool, workers, len(files))
+            parts = left
 
 
 def _groups(spec: DataSpec, files: list[tuple[Path, str]]) -> Iterator[list[tuple[Path, str]]]:
@@ -214,13 +223,15 @@ def _groups(spec: DataSpec, files: list[tuple[Path, str]]) -> Iterator[list[tupl
     yield group
 
 
-def _build(spec: DataSpec, part: list[tuple[Path, str]], folder: Path, workers: int, of_files: int) -> None:
+def _build(
+    spec: DataSpec, part: list[tuple[Path, str]], folder: Path, pool: ProcessPoolExecutor, workers: int, of_files: int
+) -> None:
     """Makes a cache in a staging folder, which is renamed when it is complete."""
     staging = make_staging(folder)
     files, contents = [file for file, _ in part], [content for _, content in part]
     name = spec.path if len(files) == of_files else f"{len(files):,} of {of_files:,} files of {spec.path}"
     try:
-        index = spec.tokenize(files, staging, name, workers)
+        index = spec.tokenize(files, staging, name, pool, workers)
         if not index["tokens"] and len(files) == of_files:
             raise ConfigError([f"training data {spec.path}: no text in it", *index["skipped_records"][:3]])
         if _contents(spec, files) != contents:
@@ -279,7 +290,9 @@ def _whole(file: Path) -> str:
     return digest(file)[1]
 
 
-def _tokenize(spec: DataSpec, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
+def _tokenize(
+    spec: DataSpec, files: list[Path], folder: Path, name: str, pool: ProcessPoolExecutor, workers: int
+) -> dict[str, Any]:
     tokenizer = load_tokenizer(spec.tokenizer_path, spec.separator)
     dtype = token_dtype(tokenizer.vocab_size)
     bad: list[str] = []
@@ -291,7 +304,7 @@ def _tokenize(spec: DataSpec, files: list[Path], folder: Path, name: str, worker
     documents = ((document, number) for number, file in enumerate(files) for document in spec.documents(file))
     bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {name}", file=sys.stderr)
     with bar, (folder / "tokens.bin").open("wb") as tokens:
-        for encoded, is_end, read_bytes, number in tokenized(documents, spec, dtype, workers, bad):
+        for encoded, is_end, read_bytes, number in tokenized(documents, spec, pool, workers, bad):
             written = tokens.write(encoded) // dtype.itemsize
             total += written
             counts[number] += written, is_end
@@ -325,25 +338,21 @@ def write_hashes(folder: Path) -> None:
 
 
 def tokenized(
-    documents: Documents, spec: DataSpec, dtype: np.dtype, workers: int, bad: list[str]
+    documents: Documents, spec: DataSpec, pool: ProcessPoolExecutor, workers: int, bad: list[str]
 ) -> Iterator[tuple[bytes, bool, int, Any]]:
     """Yields (encoded tokens, whether they end a document, bytes of text, position of the source) per chunk, in order.
 
-    `workers` processes run a few chunks ahead of the reader. Raises ConfigError for an unreadable record; with
-    spec.skip_errors the reason is appended to `bad` instead.
+    The pool's `workers` processes run a few chunks ahead of the reader. Raises ConfigError for an unreadable record;
+    with spec.skip_errors the reason is appended to `bad` instead.
     """
-    # Spawned workers import only the modules they need, and inherit no locks, threads or signal handlers.
-    given = spec.tokenizer_path, spec.separator, dtype.str
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, given)
     waiting: list[tuple[Future[bytes], bool, int, Any]] = []
-    with pool:
-        for chunk, is_start, is_end, place in _chunks(documents, spec, bad):
-            waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode()), place))
-            if len(waiting) > 4 * workers:
-                future, *rest = waiting.pop(0)
-                yield future.result(), *rest
-        for future, *rest in waiting:
+    for chunk, is_start, is_end, place in _chunks(documents, spec, bad):
+        waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode()), place))
+        if len(waiting) > 4 * workers:
+            future, *rest = waiting.pop(0)
             yield future.result(), *rest
+    for future, *rest in waiting:
+        yield future.result(), *rest
 
 
 def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
@@ -377,12 +386,12 @@ def _cut(document: str, start: int) -> int:
     return next(spaces, last)
 
 
-def _start_worker(tokenizer_path: str, separator: str, dtype: str) -> None:
+def _start_worker(tokenizer_path: str, separator: str) -> None:
     # The parent handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
     tokenizer = load_tokenizer(tokenizer_path, separator)
-    _worker["tokenizer"], _worker["dtype"] = tokenizer, dtype
+    _worker["tokenizer"], _worker["dtype"] = tokenizer, token_dtype(tokenizer.vocab_size)
     # Some tokenizers prepend a space to each text. _encode then encodes each chunk after a document's first with a
     # word before it, and drops the word's tokens.
     _worker["spaces"] = tokenizer.encode("a") + tokenizer.encode(" b") != tokenizer.encode("a b")

@@ -73,7 +73,13 @@ class ChatSpec(DataSpec):
             else:
                 yield from (chats.tokenizer.decode(ids) for ids, _ in found)
 
-    def tokenize(self, files: list[Path], folder: Path, name: str, workers: int) -> dict[str, Any]:
+    def pool(self, workers: int) -> ProcessPoolExecutor:
+        given = self.chat, self.tokenizer_path
+        return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, given)
+
+    def tokenize(
+        self, files: list[Path], folder: Path, name: str, pool: ProcessPoolExecutor, workers: int
+    ) -> dict[str, Any]:
         chats, started = Chats(self.chat, self.tokenizer_path), time.perf_counter()
         dtype = token_dtype(chats.tokenizer.vocab_size)
         total = trained = records = 0
@@ -84,7 +90,7 @@ class ChatSpec(DataSpec):
         names = ("tokens.bin", "trained.bin", "places.txt")
         with bar, ExitStack() as stack:
             tokens, labels, places = (stack.enter_context((folder / name).open("wb")) for name in names)
-            for place, found in self._all(files, workers):
+            for place, found in self._all(files, pool, workers):
                 records += 1
                 if isinstance(found, BadRecord):
                     if not self.skip_errors:
@@ -111,20 +117,16 @@ class ChatSpec(DataSpec):
         index |= {"documents": len(ends), "records": records, "trained_tokens": trained}
         return index | {"skipped_records": bad}
 
-    def _all(self, files: list[Path], workers: int) -> Iterator[tuple[str, Any]]:
+    def _all(self, files: list[Path], pool: ProcessPoolExecutor, workers: int) -> Iterator[tuple[str, Any]]:
         """Yields (place, sequences or BadRecord) of each record, in order; workers run a few batches ahead."""
-        pool = ProcessPoolExecutor(
-            workers, multiprocessing.get_context("spawn"), _start_worker, (self.chat, self.tokenizer_path)
-        )
         waiting: list[Future[list[tuple[str, Any]]]] = []
-        with pool:
-            records = (each for file in files for each in _shallow(RECORDS[ending(file)](file)))
-            while batch := [*islice(records, _BATCH)]:
-                waiting.append(pool.submit(_work, batch))
-                if len(waiting) > 4 * workers:
-                    yield from waiting.pop(0).result()
-            for future in waiting:
-                yield from future.result()
+        records = (each for file in files for each in _shallow(RECORDS[ending(file)](file)))
+        while batch := [*islice(records, _BATCH)]:
+            waiting.append(pool.submit(_work, batch))
+            if len(waiting) > 4 * workers:
+                yield from waiting.pop(0).result()
+        for future in waiting:
+            yield from future.result()
 
     def open(self, folder: Path) -> "ChatCache":
         return ChatCache(folder)

@@ -93,8 +93,12 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
     bad: list[str] = []
     wanted, last_published = 0, time.monotonic()
     skipped_before = progress["place"].get("skipped", 0)
-    documents = stream_documents(spec, progress["place"])
-    with (spec.folder / "tokens.bin").open("ab") as tokens, (spec.folder / "documents.bin").open("ab") as ends:
+    documents, workers = stream_documents(spec, progress["place"]), min(_MOST_WORKERS, cores())
+    with (
+        (spec.folder / "tokens.bin").open("ab") as tokens,
+        (spec.folder / "documents.bin").open("ab") as ends,
+        spec.pool(workers) as pool,
+    ):
         tokens.truncate(dtype.itemsize * progress["tokens"])  # a killed writer leaves unpublished data
         ends.truncate(8 * progress["documents"])
 
@@ -105,7 +109,7 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
             _publish(spec.folder, progress)
 
         total = progress["tokens"]
-        for encoded, is_end, _, place in tokenized(documents, spec, dtype, min(_MOST_WORKERS, cores()), bad):
+        for encoded, is_end, _, place in tokenized(documents, spec, pool, workers, bad):
             total += tokens.write(encoded) // dtype.itemsize
             if not is_end:
                 continue
