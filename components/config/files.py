@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,6 +85,16 @@ def refuse_pointer(path: Path, content: bytes = b"") -> None:
             content = read_regular(path)
     if content.startswith(b"version https://git-lfs.github.com/spec/"):
         raise ConfigError(f"{path}: a Git LFS pointer, not the file itself: run `git lfs pull` in {path.parent}")
+
+
+def real_path(file: Path) -> str:
+    """The path of a file after links are resolved. Resolves the links of each folder once in a process."""
+    return os.path.realpath(file) if file.is_symlink() else os.path.join(_real_folder(file.parent), file.name)
+
+
+@lru_cache
+def _real_folder(folder: Path) -> str:
+    return os.path.realpath(folder)
 
 
 def inside(folder: Path, file: Path) -> bool:

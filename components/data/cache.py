@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -34,6 +35,8 @@ from components.config.files import (
     make_staging,
     publish,
     read_json_if_whole,
+    real_path,
+    refuse_pointer,
     replace,
     writable,
     write_json,
@@ -47,7 +50,8 @@ from components.launch.process import cores
 
 _MOST_GROUPS = 256
 """Caches of one dataset, at the most, when all of it is tokenized at once."""
-_CHUNK = 1 << 16  # characters of one task of a worker; also bounds the text that the tokenizer merges at once
+_CHUNK = 1 << 16
+"""Characters of one task of a worker, and of the text that the tokenizer merges at once."""
 _FORMAT = "2"  # part of the key; to be changed when the cutting of text or the storage of tokens changes
 
 Documents = Iterable[tuple[Document | BadRecord, Any]]
@@ -271,7 +275,7 @@ def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path],
     states = [file.stat() for file in files]
     # A copy may keep size and mtime, but ctime cannot be set.
     kind = "" if hash_file is _whole else f"{hash_file.__name__}:"
-    names = [f"{kind}{file.resolve()}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
+    names = [f"{kind}{real_path(file)}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
     memory: dict[str, str] = {}
     try:
         memory = read_json_if_whole(memory_file)
@@ -287,6 +291,7 @@ def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path],
 
 
 def _whole(file: Path) -> str:
+    refuse_pointer(file)
     return digest(file)[1]
 
 
@@ -345,14 +350,33 @@ def tokenized(
     The pool's `workers` processes run a few chunks ahead of the reader. Raises ConfigError for an unreadable record;
     with spec.skip_errors the reason is appended to `bad` instead.
     """
-    waiting: list[tuple[Future[bytes], bool, int, Any]] = []
-    for chunk, is_start, is_end, place in _chunks(documents, spec, bad):
-        waiting.append((pool.submit(_encode, chunk, is_start, is_end), is_end, len(chunk.encode()), place))
+    waiting = deque[tuple[Future[list[tuple[bytes, int]]], list[tuple[bool, Any]]]]()
+
+    def first() -> Iterator[tuple[bytes, bool, int, Any]]:
+        future, ends = waiting.popleft()
+        for (encoded, size), (is_end, place) in zip(future.result(), ends, strict=True):
+            yield encoded, is_end, size, place
+
+    for chunks in _tasks(_chunks(documents, spec, bad)):
+        given = [(text, is_start, is_end) for text, is_start, is_end, _ in chunks]
+        waiting.append((pool.submit(_encode_all, given), [(is_end, place) for *_, is_end, place in chunks]))
         if len(waiting) > 4 * workers:
-            future, *rest = waiting.pop(0)
-            yield future.result(), *rest
-    for future, *rest in waiting:
-        yield future.result(), *rest
+            yield from first()
+    while waiting:
+        yield from first()
+
+
+def _tasks(chunks: Iterable[tuple[str, bool, bool, Any]]) -> Iterator[list[tuple[str, bool, bool, Any]]]:
+    """Yields lists of chunks with about _CHUNK characters, because a task costs as much as thousands of characters."""
+    task, size = [], 0
+    for chunk in chunks:
+        task.append(chunk)
+        size += len(chunk[0])
+        if size >= _CHUNK:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
 
 
 def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
@@ -406,6 +430,11 @@ def end_with_parent() -> None:
 
 
 _worker: dict = {}  # set once in each worker process by _start_worker
+
+
+def _encode_all(chunks: list[tuple[str, bool, bool]]) -> list[tuple[bytes, int]]:
+    """_encode of each chunk, and its size as text in bytes."""
+    return [(_encode(text, is_start, is_end), len(text.encode())) for text, is_start, is_end in chunks]
 
 
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:

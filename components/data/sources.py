@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from components.config import ROOT, ConfigError
-from components.config.files import inside, refuse_pointer
+from components.config.files import inside, real_path, refuse_pointer
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""
@@ -77,14 +77,14 @@ def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | No
             if not found and not glob.has_magic(str(given)):
                 raise ConfigError(f"training data {path}: no such file or folder")
         readable = [file for file in found if ending(file) in endings]
-        full = sorted(file for file in readable if file.stat().st_size)
+        full = sorted((file for file in readable if file.stat().st_size), key=lambda file: file.parts)
         others = unread(found, full)
     except OSError as error:
         raise ConfigError(f"training data {path}: {error}") from None
     if not full:
         what = "only empty files" if readable else f"no file that ends in {known}"
         raise ConfigError(f"training data {path}: {what}" + (f"; {others}" if others else ""))
-    for file in full:
+    for file in full[:100]:  # a clone without `git lfs` has only pointers; others are found where a file is first read
         refuse_pointer(file)
     return full, others
 
@@ -112,10 +112,15 @@ class Unread:
 
 def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unread | None:
     """Files that were found, look like data and are not read; None if there are none."""
-    sizes = {file.resolve(): file.stat().st_size for file in read}
-    left = {file: file.stat().st_size for file in sorted(found) if _is_data(file) and file.resolve() not in sizes}
-    files = [file for file, size in left.items() if size]
-    return Unread(files, sum(left.values()), sum(sizes.values()), remedy or _remedies(files)) if files else None
+    read = set(read)
+    others = [file for file in sorted(set(found) - read) if _is_data(file)]
+    if not others:
+        return None
+    sizes = {real_path(file): file.stat().st_size for file in read}
+    left = {file: size for file in others if (size := file.stat().st_size) and real_path(file) not in sizes}
+    if not left:
+        return None
+    return Unread([*left], sum(left.values()), sum(sizes.values()), remedy or _remedies(left))
 
 
 _REMEDIES = {
@@ -151,7 +156,12 @@ def _remedies(files: Iterable[Path]) -> str:
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
     """Raises ConfigError if a file is a link that leaves the folder, because the folder may come from a stranger."""
-    if away := [file for file in files if not inside(folder, file)]:
+    # A file that is no link lies where its folder does.
+    parents: dict[Path, bool] = {}
+    for file in files:
+        if file.parent not in parents:
+            parents[file.parent] = inside(folder, file.parent)
+    if away := [file for file in files if not (inside(folder, file) if file.is_symlink() else parents[file.parent])]:
         reason = "which is outside of the folder; name it in training.dataset_path itself, by a glob too, or copy it"
         raise ConfigError(f"training data {folder}: {away[0]} leads to {os.path.realpath(away[0])}, {reason}")
 
@@ -161,11 +171,15 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
     real = folder.resolve()
     if real in above:
         return
-    for entry in folder.iterdir():
-        if entry.is_dir() and not entry.name.startswith("."):
-            yield from walk(entry, above | {real})
-        elif entry.is_file() and not entry.name.startswith("."):
-            yield entry
+    with os.scandir(folder) as entries:  # pathlib asks the file system about each entry again
+        for entry in entries:
+            if entry.name.startswith("."):
+                continue
+            each: os.DirEntry | Path = folder / entry.name if entry.is_symlink() else entry  # an entry fails at a loop
+            if each.is_dir():
+                yield from walk(folder / entry.name, above | {real})
+            elif each.is_file():
+                yield folder / entry.name
 
 
 def _matches(pattern: str) -> Iterator[Path]:
