@@ -193,6 +193,7 @@ POINTERS: dict[str, Callable[[Path], Any]] = {
     "some.txt": lambda folder: find_files(str(folder)),
     "some.jsonl": lambda folder: find_files(str(folder / "some.jsonl")),
     "some.parquet": lambda folder: find_files(f"{folder}/*"),
+    "some.jsonl.gz": lambda folder: find_files(str(folder)),
     "other.parquet": _streamed,
     ".metadata": lambda folder: read_inside(folder, ".metadata"),
     "__0_0.distcp": lambda folder: _first_fault(folder, {"__0_0.distcp": [10**9, ""]}, ["__0_0.distcp"]),
@@ -235,7 +236,8 @@ def test_links_out_of_a_folder_of_texts_are_refused(link: str, secret: Path, tmp
     folder.mkdir()
     (folder / "good.txt").write_text("good")
     (folder / "link.txt").symlink_to("good.txt")
-    assert len(find_files(str(folder))) == 2
+    (folder / "notes.md").symlink_to(secret)
+    assert len(find_files(str(folder))) == 2, "notes.md is not read beside .txt files"
     (folder / "away.txt" if link == "a file" else folder / "away").symlink_to(
         secret if link == "a file" else secret.parent
     )

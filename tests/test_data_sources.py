@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from components.config import ROOT, ConfigError, Training, load_config
-from components.data import DataSpec, data_spec, prepare, sources
+from components.data import DataSpec, data_spec, formats, prepare
 from components.data.__main__ import prepare_all
 from components.data.sources import BadRecord, find_files, read_documents, unread_files
 from tests.caches import caches_in, documents_of, prepared, spec_of
@@ -49,10 +49,10 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
         ("missing.txt", "no such file or folder"),
         ("~nobody-of-this-name/x.txt", "no such file or folder"),
         ("nul\0byte", "no such file or folder"),
-        ("mi*ing", r"no file that ends in .jsonl, .ndjson, .parquet, .text, .txt"),
+        ("mi*ing", r"no file that ends in \.arrow, \.csv, .*, \.txt, also compressed \(\.gz, "),
         ("only_empty", "only empty files"),
         ("nothing", "no file that ends in"),
-        ("book.pdf", r'ending ".pdf" is not one of .jsonl, .ndjson, .parquet, .text, .txt: save .pdf as .txt'),
+        ("book.pdf", r'ending ".pdf" is not one of \.arrow, .*\): save .pdf as .txt'),
         ("n" * 300, "File name too long"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_path_without_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Compressed files, files without a reader and shards look like data; what describes data does not."""
+    """Beside texts, files of other formats and shards look like data; what describes data does not."""
     unread = {"b.jsonl.GZ": 300, "d.json": 20, "e.csv": 10, "f/notes.md": 7, "f/wiki.001": 3, "f/wiki_00": 5}
     others = ["README.md", "LICENSE", "tokenizer.json", "config.json", "a.py", "model.safetensors", ".hidden.csv"]
     (tmp_path / "f").mkdir()
@@ -82,21 +82,24 @@ def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert (left.size_bytes, left.read_bytes, left.is_most) == (345, 399, False)
     assert str(left).startswith(f"not read: 6 files, 345 bytes ({tmp_path}/b.jsonl.GZ, {tmp_path}/d.json, ")
     assert str(left).endswith(
-        ", ...): decompress .GZ; write .json as .jsonl, one object a line; convert .csv to .jsonl or .parquet; "
-        "save .md as .txt; let .001, wiki_00 end in .txt or .jsonl"
+        ", ...): name .csv, .json, .jsonl.gz, .md by a glob, for it is not read beside .txt, .jsonl, .parquet or a "
+        "copy of itself; let .001, wiki_00 end in .txt or .jsonl"
     )
     assert unread_files(f"{tmp_path}/*.*")
     assert not unread_files(f"{tmp_path}/*.txt"), "a glob says what is meant"
-    with pytest.raises(ConfigError, match=r"no file that ends in .*; not read: 1 file, 10 bytes \(.*e.csv\): convert"):
-        find_files(f"{tmp_path}/*.csv")
+    (tmp_path / "h.avro").write_text("x" * 10)
+    with pytest.raises(ConfigError, match=r"no file that ends in .*; not read: 1 file, 10 bytes \(.*h.avro\): convert"):
+        find_files(f"{tmp_path}/*.avro")
+    (tmp_path / "h.avro").unlink()
+    assert [file.name for file in find_files(f"{tmp_path}/*.csv")] == ["e.csv"]
     (tmp_path / "B.JSONL").write_text('{"text": "b"}\n')
     words = ["--training.dataset_cache", str(tmp_path / ".cache"), "--training.dataset_path", str(tmp_path)]
     prepare_all(load_config([*words, "--validation.dataset_path", str(tmp_path / "c.Ndjson")]))
     assert capsys.readouterr().err.count("warning: data not read: 6 files, 345 bytes") == 1
 
 
-def texts(file: Path) -> list[str]:
-    return ["".join(text) for text in read_documents(file, "text") if not isinstance(text, BadRecord)]
+def texts(file: Path, field: str = "text") -> list[str]:
+    return ["".join(text) for text in read_documents(file, field) if not isinstance(text, BadRecord)]
 
 
 def reasons(file: Path, field: str = "text") -> list[str]:
@@ -117,7 +120,7 @@ def test_text_is_utf8_without_its_mark_and_with_one_kind_of_line_end(tmp_path: P
 
 @pytest.mark.parametrize("piece", [1, 2, 3, 1 << 20])
 def test_a_text_read_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(sources, "_PIECE", piece)
+    monkeypatch.setattr(formats, "_PIECE", piece)
     file = tmp_path / "a.txt"
     for text in ("\ufeff\ufeffa\r\r\nb\r\n\r\nnaïve 日本 😀\r", "\r\n", "\ufeff", "\r" * 9, "\n\r" * 9):
         file.write_bytes(text.encode())
@@ -127,7 +130,7 @@ def test_a_text_read_in_pieces_is_the_text(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_line_that_is_no_record_is_not_held_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_LONGEST_LINE", 30)
+    monkeypatch.setattr(formats, "_LONGEST_LINE", 30)
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "one"}\n[' + "1, " * 100 + '1]\n{"text": "two"}\n' + "[" * 99)
     one, long, two, last = read_documents(file, "text")
@@ -181,7 +184,7 @@ def test_parquet_is_read_and_what_is_wrong_names_the_file(tmp_path: Path) -> Non
     pyarrow.parquet.write_table(table, file, row_group_size=100)
     assert list(read_documents(file, "text")) == texts
     assert reasons(file, "body") == [f'{file}: no column "body" (training.dataset_text_field); it has text, id, holes']
-    assert reasons(file, "holes")[0] == f"{file}: row 2: no text in holes"
+    assert reasons(file, "holes")[0] == f'{file}: row 2: no text in field "holes" (training.dataset_text_field)'
     assert len(reasons(file, "id")) == 1000
     whole = file.read_bytes()
     for size in (3, 100, len(whole) // 2, len(whole) - 1):

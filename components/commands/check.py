@@ -25,7 +25,7 @@ from components.config.files import writable
 from components.data.cache import is_made
 from components.data.datasets import of_source, spec_of
 from components.data.hub import hub_place, is_of_hub
-from components.data.sources import BadRecord, Unread, ending, find_files, unread_files
+from components.data.sources import BadRecord, Unread, find_files, is_compressed, unread_files
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -120,7 +120,7 @@ def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
         raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
     # A token has at least one byte. The bytes in a compressed file are not known before the file is read.
-    known = path is None and not any(ending(file) == ".parquet" for file in files)
+    known = path is None and not any(is_compressed(file) for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
     if known and config is job.config and size < batch * training.seq_len:

@@ -76,7 +76,7 @@ class Training:
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
     "org/name:config", "org/name:config@revision". Ignored if dataset_path or mixture is set."""
     dataset_path: PathName | None = None
-    """Local data: a .txt, .jsonl, .ndjson or .parquet file, or a folder or glob of such files."""
+    """Local data: a file of text, JSON, CSV, parquet or Arrow (docs/data.md), or a folder or glob of such files."""
     mixture: list[Source] = field(default_factory=list)
     """Several datasets instead of one, in exact shares."""
     mixture_phase: list[Phase] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Training:
     """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
     then keep the order of the text. Datasets of the hub are always streamed, except chats, which are downloaded."""
     dataset_text_field: Name = "text"
-    """Field (JSONL) or column (parquet) that holds the text."""
+    """Field or column that holds the text; "meta.text" is the field text of the field meta."""
     dataset_errors: Literal["fail", "skip"] = "fail"
     """Unreadable records: fail stops the run, skip leaves them out and counts them."""
     dataset_separator: Name = "auto"

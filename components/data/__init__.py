@@ -1,6 +1,6 @@
 """From text files to batches.
 
-- sources.py reads documents.
+- sources.py and formats.py read documents.
 - cache.py tokenizes documents before training; tokens.py reads what it has made.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.

@@ -28,7 +28,7 @@ from components.data.cache import DataSpec, end_with_parent
 from components.data.chats import Chats
 from components.data.order import sequence_at
 from components.data.packed import PackedSequences
-from components.data.sources import RECORDS, BadRecord, ending
+from components.data.sources import RECORDS, BadRecord, read_records
 from components.data.template import BadChat
 from components.data.tokenizer import fingerprint
 from components.data.tokens import TokenCache, token_dtype
@@ -66,7 +66,7 @@ class ChatSpec(DataSpec):
     def documents(self, file: Path) -> Iterator[str | BadRecord]:
         """The text of each sequence."""
         chats = Chats(self.chat, self.tokenizer_path)
-        for place, record in RECORDS[ending(file)](file):
+        for place, record in read_records(file):
             found = _sequences(chats, place, record)
             if isinstance(found, BadRecord):
                 yield found
@@ -120,7 +120,7 @@ class ChatSpec(DataSpec):
     def _all(self, files: list[Path], pool: ProcessPoolExecutor, workers: int) -> Iterator[tuple[str, Any]]:
         """Yields (place, sequences or BadRecord) of each record, in order; workers run a few batches ahead."""
         waiting: list[Future[list[tuple[str, Any]]]] = []
-        records = (each for file in files for each in _shallow(RECORDS[ending(file)](file)))
+        records = (each for file in files for each in _shallow(read_records(file)))
         while batch := [*islice(records, _BATCH)]:
             waiting.append(pool.submit(_work, batch))
             if len(waiting) > 4 * workers:

@@ -1,7 +1,6 @@
-"""Documents from text, JSONL and parquet files."""
+"""Finds the files of a path, and reads their documents and records."""
 
 import glob
-import json
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -9,40 +8,38 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeVar
 
 from components.config import ROOT, ConfigError
 from components.config.files import inside, real_path, refuse_pointer
+from components.data.formats import (
+    COMPRESSED,
+    BadRecord,
+    Record,
+    arrow_rows,
+    csv_rows,
+    ending,
+    json_lines,
+    json_records,
+    parquet_rows,
+    pieces,
+)
+
+T = TypeVar("T")
 
 REGISTERED = {"kjv": ROOT / "assets" / "kjv"}
 """Bundled datasets by the name in training.dataset."""
 HUB = {"c4": "allenai/c4:en"}
 """Short names of datasets of the Hugging Face hub."""
 SURROGATE = re.compile("[\ud800-\udfff]")
-_PIECE = 1 << 20
-"""Characters of a text file that are read at once."""
-_LONGEST_LINE = 1 << 30
-"""Maximum bytes of a JSONL line. A longer line is not a record, but may be a JSON list written in one line."""
-_ROWS = 256
-"""Rows of a parquet file that are decoded at once."""
-
-
-@dataclass(frozen=True)
-class BadRecord:
-    """An unreadable record; reason is "file:line: reason"."""
-
-    reason: str
-
-
 Document = str | Iterator[str]
 """A text, or its pieces in order: a text file may be larger than memory."""
 Reader = Callable[[Path, str], Iterator[Document | BadRecord]]
 """(file, text_field) -> documents of the file."""
 
 
-def ending(file: Path) -> str:
-    """The ending that decides how a file is read: ".txt" of "BOOK.TXT"."""
-    return file.suffix.lower()
+_FIRST = {".txt", ".text", ".jsonl", ".ndjson", ".parquet"}
+"""Endings that are read in any folder. Others are read where none of these is: a folder of texts may have notes.md."""
 
 
 def find_files(path: str, endings: Collection[str] = ()) -> list[Path]:
@@ -62,31 +59,43 @@ def unread_files(path: str, endings: Collection[str] = ()) -> "Unread | None":
 
 def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | None"]:
     given, endings = Path(path), endings or READERS
-    known = ", ".join(sorted(endings))
+    plain = ", ".join(sorted(end for end in endings if end.count(".") == 1))
+    known = f"{plain}, also compressed ({', '.join(COMPRESSED)})"
     try:
         if given.is_file():
             found = [given]
             if ending(given) not in endings:
-                reason = f'ending "{given.suffix}" is not one of {known}: {_remedies(found)}'
+                reason = f'ending "{ending(given)}" is not one of {known}: {_remedies(found, endings)}'
                 raise ConfigError(f"training data {path}: {reason}")
         elif given.is_dir():
             found = list(walk(given))
-            check_inside(given, [file for file in found if ending(file) in endings])
         else:
             found = [file for file in _matches(str(given)) if file.is_file()]
             if not found and not glob.has_magic(str(given)):
                 raise ConfigError(f"training data {path}: no such file or folder")
-        readable = [file for file in found if ending(file) in endings]
-        full = sorted((file for file in readable if file.stat().st_size), key=lambda file: file.parts)
-        others = unread(found, full)
+        readable = [file for file in found if ending(file) in endings and (file == given or _is_data(file))]
+        full = _chosen([file for file in readable if file.stat().st_size], endings)
+        others = unread(found, full, endings=endings)
     except OSError as error:
         raise ConfigError(f"training data {path}: {error}") from None
     if not full:
         what = "only empty files" if readable else f"no file that ends in {known}"
         raise ConfigError(f"training data {path}: {what}" + (f"; {others}" if others else ""))
+    if given.is_dir():
+        check_inside(given, full)
     for file in full[:100]:  # a clone without `git lfs` has only pointers; others are found where a file is first read
         refuse_pointer(file)
     return full, others
+
+
+def _chosen(files: list[Path], endings: Collection[str]) -> list[Path]:
+    """The sorted files that are read: those of _FIRST if there are any, and only one of a file and its compressions."""
+    first = _FIRST if ".txt" in endings else _FIRST | {".json"}  # .json is always read for chats
+    files = [file for file in files if ending(file) in first] or files
+    kept: dict[Path, Path] = {}
+    for file in sorted(files, key=lambda file: file.parts):
+        kept.setdefault(file.with_suffix("") if file.suffix.lower() in COMPRESSED else file, file)
+    return [*kept.values()]
 
 
 @dataclass(frozen=True)
@@ -110,8 +119,13 @@ class Unread:
         return f"not read: {count} ({examples}): {self.remedy}"
 
 
-def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unread | None:
-    """Files that were found, look like data and are not read; None if there are none."""
+def unread(
+    found: Iterable[Path], read: Iterable[Path], remedy: str = "", endings: Collection[str] = ()
+) -> Unread | None:
+    """Files that were found, look like data and are not read; None if there are none.
+
+    endings: the endings of data files, for remedies; default: none.
+    """
     read = set(read)
     others = [file for file in sorted(set(found) - read) if _is_data(file)]
     if not others:
@@ -120,20 +134,19 @@ def unread(found: Iterable[Path], read: Iterable[Path], remedy: str = "") -> Unr
     left = {file: size for file in others if (size := file.stat().st_size) and real_path(file) not in sizes}
     if not left:
         return None
-    return Unread([*left], sum(left.values()), sum(sizes.values()), remedy or _remedies(left))
+    return Unread([*left], sum(left.values()), sum(sizes.values()), remedy or _remedies(left, endings))
 
 
 _REMEDIES = {
     "decompress {}": ".gz .tgz .zst .bz2 .xz .lz4 .zip .7z .rar .tar",
-    "write {} as .jsonl, one object a line": ".json",
-    "convert {} to .jsonl or .parquet": ".csv .tsv .arrow .feather .orc .avro .h5 .hdf5 .xls .xlsx",
-    "save {} as .txt": ".md .markdown .rst .htm .html .xml .tex .pdf .epub .doc .docx .odt .rtf",
+    "convert {} to .jsonl or .parquet": ".orc .avro .h5 .hdf5 .xls .xlsx",
+    "save {} as .txt": ".rst .htm .html .xml .tex .pdf .epub .doc .docx .odt .rtf",
 }
 """Remedy -> endings of data without a reader."""
 _REMEDY = {end: remedy for remedy, endings in _REMEDIES.items() for end in endings.split()}
 _NO_DATA = re.compile(
     r"(config|generation_config|dataset_infos?|dataset_dict|state|vocab|added_tokens|special_tokens_map|tokenizer.*|"
-    r".*\.index)\.json|([A-Z_-]+|SHA\d*SUMS?|MD5SUMS?)(\.(md|rst|html?))?|Makefile|Dockerfile"
+    r".*\.index)\.json|([A-Z_-]+|README[^.]*|SHA\d*SUMS?|MD5SUMS?)(\.(md|markdown|rst|html?))?|Makefile|Dockerfile"
 )
 """Names of files that describe data or belong to a model: README.md, LICENSE, tokenizer.json."""
 
@@ -142,16 +155,21 @@ def _is_data(file: Path) -> bool:
     """Whether a file looks like data. A shard of data may have no ending, or a number as its ending."""
     end = ending(file)
     is_shard = not end or end[1:].isdigit()
-    return not _NO_DATA.fullmatch(file.name) and (is_shard or end in READERS or end in _REMEDY)
+    return not _NO_DATA.fullmatch(file.name) and (is_shard or end in READERS or file.suffix.lower() in _REMEDY)
 
 
-def _remedies(files: Iterable[Path]) -> str:
-    """Remedies for files that have no reader."""
-    endings: dict[str, set[str]] = {}
+def _remedies(files: Iterable[Path], endings: Collection[str]) -> str:
+    """Remedies for files that are not read."""
+    found: dict[str, set[str]] = {}
     for file in files:
-        remedy = _REMEDY.get(ending(file), "let {} end in .txt or .jsonl")
-        endings.setdefault(remedy, set()).add(file.suffix or file.name)
-    return "; ".join(remedy.format(", ".join(sorted(ends)[:4])) for remedy, ends in endings.items())
+        if ending(file) in endings:
+            remedy = "name {} by a glob, for it is not read beside .txt, .jsonl, .parquet or a copy of itself"
+        elif ending(file) in READERS:
+            remedy = "write {} as .jsonl, one object a line"
+        else:
+            remedy = _REMEDY.get(file.suffix.lower(), "let {} end in .txt or .jsonl")
+        found.setdefault(remedy, set()).add(ending(file) or file.name)
+    return "; ".join(remedy.format(", ".join(sorted(ends)[:4])) for remedy, ends in found.items())
 
 
 def check_inside(folder: Path, files: Iterable[Path]) -> None:
@@ -204,143 +222,78 @@ def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
-    """Yields the documents of a file in order. A document is a text file, a JSONL line or a parquet row."""
-    return READERS[ending(file)](file, text_field)
-
-
-def text_pieces(text: TextIO, name: str) -> Iterator[str]:
-    """Yields an open text in pieces, without its byte order mark and with a line feed for each pair \\r\\n.
-
-    Raises ConfigError with this name and the first byte that is not UTF-8.
-    """
-    held, mark = "", "\ufeff"
+    """Yields the documents of a file in order. A document is a text file, or a record's text."""
     try:
-        while piece := text.read(_PIECE):
-            joined, mark = held + piece.removeprefix(mark), ""
-            held = "\r" if joined.endswith("\r") else ""  # its \n may come with the next piece
-            yield joined[: len(joined) - len(held)].replace("\r\n", "\n")
-    except UnicodeDecodeError as error:  # error.start counts from the start of the last decoded block
-        at = text.buffer.tell() - len(error.object) + error.start
-        raise ConfigError(f"{name}: not UTF-8 at byte {at}") from None
-    yield held
+        yield from READERS[ending(file)](file, text_field)
+    except ConfigError as error:
+        yield BadRecord(str(error))
 
 
-def _pieces(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8", newline="") as text:
-        yield from text_pieces(text, str(file))
+def read_records(file: Path) -> Iterator[Record]:
+    """Yields (place, record or BadRecord) of a file in order."""
+    try:
+        yield from RECORDS[ending(file)](file, "")
+    except ConfigError as error:
+        yield str(file), BadRecord(str(error))
 
 
 def _read_text(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
-    try:
-        for _ in _pieces(file):  # reads to the end first, because a file with an invalid byte has no document
-            pass
-    except ConfigError as error:
-        yield BadRecord(str(error))
-    else:
-        yield _pieces(file)
+    for _ in pieces(file):  # reads to the end first, because a file with an invalid byte has no document
+        pass
+    yield pieces(file)
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
-    for place, record in _json_lines(file):
+def _read_field(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
+    for place, record in RECORDS[ending(file)](file, text_field):
         if isinstance(record, BadRecord):
             yield record
             continue
-        text = record.get(text_field) if isinstance(record, dict) else None
+        text = _value(record, text_field)
         if not isinstance(text, str):
-            yield BadRecord(f'{place}: no text in field "{text_field}" (training.dataset_text_field)')
+            reason = ", but a list: join its texts" * isinstance(text, list)
+            yield BadRecord(f'{place}: no text in field "{text_field}" (training.dataset_text_field){reason}')
         elif SURROGATE.search(text):
             yield BadRecord(f"{place}: not Unicode: half of a surrogate pair")
         else:
             yield text
 
 
-def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (place, value or BadRecord) of each line that is not blank."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(iter(partial(lines.readline, _LONGEST_LINE), b""), 1):
-            place = f"{file}:{number}"
-            if not line.strip():
-                continue
-            if len(line) == _LONGEST_LINE and not line.endswith(b"\n"):
-                while line and not line.endswith(b"\n"):
-                    line = lines.readline(_LONGEST_LINE)
-                yield place, BadRecord(f"{place}: a line of more than {_LONGEST_LINE:,} bytes: one object a line")
-                continue
-            try:
-                yield place, json.loads(line)
-            except UnicodeDecodeError as error:
-                yield place, BadRecord(f"{place}: not UTF-8 at byte {error.start} of the line")
-            except (ValueError, RecursionError) as error:
-                yield place, BadRecord(f"{place}: not JSON: {error}")
+def _value(record: Any, field: str) -> Any:
+    """The value of a field; "meta.text" is the field text of the object meta, unless a field has this name."""
+    if not isinstance(record, dict):
+        return None
+    head, dot, tail = field.partition(".")
+    return _value(record.get(head), tail) if dot and field not in record else record.get(field)
 
 
-def _json_list(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (place, value or BadRecord) of each element of a JSON list, which is read as a whole."""
-    try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
-        yield str(file), BadRecord(f"{file}: not JSON: {error}; one object a line is .jsonl")
-        return
-    if not isinstance(found, list):
-        yield str(file), BadRecord(f"{file}: not a JSON list; one object a line is .jsonl")
-        return
-    yield from ((f"{file}: element {number}", each) for number, each in enumerate(found, 1))
+_BINARY = (".parquet", ".arrow", ".feather")
+"""Formats with a compression of their own."""
 
 
-def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row as a dict or BadRecord)."""
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        for group in pyarrow.parquet.ParquetFile(file).iter_batches(_ROWS):
-            for row in group.to_pylist():
-                number += 1
-                yield f"{file}: row {number}", row
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        yield (
-            str(file),
-            BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}"),
-        )
+def is_compressed(file: Path) -> bool:
+    """Whether a data file may have fewer bytes than its text."""
+    return ending(file) in _BINARY or file.suffix.lower() in COMPRESSED
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[Document | BadRecord]:
-    import pyarrow
-    import pyarrow.parquet
-
-    number = 0
-    try:
-        table = pyarrow.parquet.ParquetFile(file)
-        if text_field not in table.schema_arrow.names:
-            names = ", ".join(table.schema_arrow.names)
-            yield BadRecord(f'{file}: no column "{text_field}" (training.dataset_text_field); it has {names}')
-            return
-        for group in table.iter_batches(_ROWS, columns=[text_field]):
-            for value in group.column(0):
-                number += 1
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    yield BadRecord(f"{file}: row {number}: not UTF-8 at byte {error.start} of the text")
-                    continue
-                yield text if isinstance(text, str) else BadRecord(f"{file}: row {number}: no text in {text_field}")
-    except (pyarrow.ArrowException, OSError) as error:
-        yield BadRecord(f"{file}: cannot be read as parquet after row {number}: {str(error).splitlines()[0]}")
+def _with_compressed(readers: dict[str, T]) -> dict[str, T]:
+    """Readers by ending, with those of compressed files."""
+    plain = {end: reader for end, reader in readers.items() if end not in _BINARY}
+    return readers | {end + last: reader for end, reader in plain.items() for last in COMPRESSED}
 
 
-READERS: dict[str, Reader] = {
-    ".txt": _read_text,
-    ".text": _read_text,
-    ".jsonl": _read_jsonl,
-    ".ndjson": _read_jsonl,
-    ".parquet": _read_parquet,
-}
-"""Readers by file ending, in small letters."""
-RECORDS: dict[str, Callable[[Path], Iterator[tuple[str, Any]]]] = {
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".json": _json_list,
-    ".parquet": _parquet_rows,
-}
-"""The same for records of any shape: each yields (place, record or BadRecord)."""
+RECORDS: dict[str, Callable[[Path, str], Iterator[Record]]] = _with_compressed(
+    {
+        ".jsonl": json_lines,
+        ".ndjson": json_lines,
+        ".json": json_records,
+        ".csv": partial(csv_rows, delimiter=","),
+        ".tsv": partial(csv_rows, delimiter="\t"),
+        ".parquet": parquet_rows,
+        ".arrow": arrow_rows,
+        ".feather": arrow_rows,
+    }
+)
+"""Readers of records by file ending, in small letters."""
+_TEXTS: dict[str, Reader] = dict.fromkeys((".txt", ".text", ".md", ".markdown"), _read_text)
+READERS: dict[str, Reader] = _with_compressed(_TEXTS) | dict.fromkeys(RECORDS, _read_field)
+"""The same for documents."""

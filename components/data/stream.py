@@ -28,16 +28,15 @@ from components.config import ConfigError, JobConfig, Training, mistake, python_
 from components.config.files import read_json_if_whole, refuse_pointer, sample
 from components.config.keys import short
 from components.data.cache import DataSpec, data_spec, hashes_of, how_tokenized
+from components.data.formats import text_pieces
 from components.data.hub import hub_errors, hub_place, is_of_hub, is_of_network, train_split
 from components.data.sources import (
-    READERS,
     REGISTERED,
     BadRecord,
     Document,
     Unread,
     check_inside,
     ending,
-    text_pieces,
     unread,
     walk,
 )
@@ -270,7 +269,7 @@ def _builder(spec: StreamSpec) -> Any:
     """
     files = list(walk(Path(spec.path))) if spec.revision is None else []
     for file in files:
-        if ending(file) in READERS and file.suffix not in _ENDINGS:
+        if ending(file) in (*_ENDINGS, ".text") and file.suffix not in _ENDINGS:
             raise ConfigError(f"training data {file}: a stream reads only {', '.join(_ENDINGS)}: {_MOVE}")
     builder = train_split(spec.path, spec.config, spec.revision)
     splits = builder.config.data_files
@@ -285,7 +284,7 @@ def _builder(spec: StreamSpec) -> Any:
         for file in found:
             refuse_pointer(file)
         named = {file.resolve() for file in found}
-        others = [file for file in files if ending(file) in READERS and file.resolve() not in named]
+        others = [file for file in files if ending(file) in _ENDINGS and file.resolve() not in named]
         if others:
             reason = f"a stream reads {builder.name} files of the split train, and would leave out {others[0]}"
             raise ConfigError(f"training data {spec.path}: {reason}: {_MOVE}")
@@ -307,7 +306,7 @@ def _left_out(spec: StreamSpec) -> Unread | None:
 
 
 _ENDINGS = (".jsonl", ".ndjson", ".parquet", ".txt")
-"""Endings of READERS that the library knows, too."""
+"""Endings of files that a stream of their kind must not leave out."""
 _PACKAGES = {".zst": "zstandard", ".lz4": "lz4"}
 """Ending of a compressed file -> package that the library needs for it."""
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR)
