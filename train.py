@@ -38,16 +38,16 @@ from components.state.adapters import export_run, starting_state
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from models import meta_model, sizes
-from models.objective import OBJECTIVES, Objective, take_logged
+from models.objective import Objective, objective_of, take_logged
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
 from parallelize.data import reshard, set_gradient_sync
 from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
-from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees, sum_over_token_ranks
+from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees
 from parallelize.precision import set_product_precision
 from parallelize.rules import check_device, load_job
-from parallelize.runner import Batch, Runner, build_runner
+from parallelize.runner import Batch, Runner, build_runner, row_of
 from parallelize.sharding import align_gradients
 
 
@@ -80,7 +80,7 @@ class Run:
 
     @property
     def objective(self) -> Objective:
-        return OBJECTIVES[self.config.training.objective]
+        return objective_of(self.config.training.objective, self.config.training.sources)
 
     @property
     def global_batch_size(self) -> int:
@@ -202,8 +202,8 @@ def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor
 
 
 @torch.no_grad()
-def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
-    """The mean validation loss and the number of labels, on every rank. Ends early if all ranks agree to stop."""
+def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int, dict[str, float]]:
+    """The mean loss, the number of labels, and the loss of each source. Ends early if all ranks agree to stop."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
@@ -215,17 +215,17 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int]:
     for batch in stop.until_agreed(batches) if stop else batches:
         total += run.runner.summed_loss(own_part(run, batch))
     reshard(run.stages)
-    divisor = DIVISORS[run.objective.divisor](run.validation_set, np.arange(count))
-    labels = run.validation_set.count_valid(np.arange(count))
-    return sum_over_token_ranks(total, run.mesh).item() / max(1, divisor), labels
+    divisor = max(1, DIVISORS[run.objective.divisor](run.validation_set, np.arange(count)))
+    logged = take_logged(run.stages, run.objective.logged, run.device, divisor)
+    row = row_of(total / divisor, logged, run.objective, run.mesh)
+    return row["loss"], run.validation_set.count_valid(np.arange(count)), row.get("loss_by_source", {})
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
     """Write the step's numbers, for which the host waits."""
-    config, parts = run.config, {"loss": loss, **run.logged}
+    config, row = run.config, row_of(loss, run.logged, run.objective, run.mesh)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
-    sums = {name: sum_over_token_ranks(part, run.mesh).item() for name, part in parts.items()}
-    metrics.log(run.step, run.tokens, **sums, grad_norm=norm.item(), lr=lr, **run.guards.counts())
+    metrics.log(run.step, run.tokens, **row, grad_norm=norm.item(), lr=lr, **run.guards.counts())
 
 
 def validate_if_due(run: Run, metrics: Metrics, stop: StopSignal) -> int:

@@ -103,7 +103,7 @@ class Head(nn.Linear):
         """The sum of losses, computed with weight_VD, which may be only this rank's rows of the head."""
         of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=self.objective.terms)
         total, *logged = linear_loss(x_BSD, weight_VD, labels_BS, of_chunk, columns)
-        if logged and torch.is_grad_enabled():  # validation is not logged
-            sums = torch.stack(logged)
+        if logged:
+            sums = torch.cat([each.double() for each in logged])
             self.logged = sums if self.logged is None else self.logged + sums
         return total

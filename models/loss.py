@@ -80,7 +80,7 @@ def chunk_loss(
     valid, found = (labels != -100)[:, None], softmax(logits, labels)
     given = {name: column[:, None] for name, column in columns.items()}
     found_terms = terms(found.log_total, found.label_logit, **given)
-    sums = [(each * valid).sum() for each in (found_terms.loss, *found_terms.logged)]
+    sums = [(found_terms.loss * valid).sum(), *((each * valid).sum(0) for each in found_terms.logged)]
     gradient = found.values.mul_(found_terms.by_log_total * valid)
     return sums, gradient.scatter_add_(1, found.column, found_terms.by_label_logit * (valid & found.is_here).float())
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config import JobConfig
-from models.objective import with_objective
+from models.objective import objective_of, with_objective
 from parallelize.activation import apply_activation_checkpoint
 from parallelize.compile import apply_compile
 from parallelize.context import apply_context_parallel
@@ -44,7 +44,8 @@ def parallelize(
     experts = has_experts(model)
     of_experts = expert_shards(mesh, shards) if experts else None
     sequences, wrapping = global_batch_size(config, mesh.degrees), wrapping_of(config, mesh.degrees, experts)
-    stages = split_stages(with_objective(model, config.training.objective), mesh, config.parallelism)
+    objective = objective_of(config.training.objective, config.training.sources)
+    stages = split_stages(with_objective(model, objective), mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
         stage.visibility.padded_rows = config.training.dataset_format == "chat"  # type: ignore[union-attr]

@@ -1,13 +1,14 @@
 """The runner of a rank: the whole model in one process, or a pipeline. Both answer the same two calls."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from components.config import JobConfig
 from models.config import TransformerConfig
-from parallelize.mesh import Mesh
+from models.objective import Objective
+from parallelize.mesh import Mesh, sum_over_token_ranks
 from parallelize.pipeline import Pipeline, share_of_loss
 
 Batch = dict[str, Tensor]
@@ -54,3 +55,17 @@ def build_runner(
     if mesh.degrees.pp == 1:
         return Whole(*stages)
     return Pipeline(stages, sizes, mesh, config, device)
+
+
+def row_of(loss: Tensor, logged: dict[str, Tensor], objective: Objective, mesh: Mesh) -> dict[str, Any]:
+    """The loss and the numbers that the objective logs, of the parts of all ranks; the host waits for them.
+
+    A mixture's row has loss_by_source: the mean loss of the labels of each source that has labels.
+    """
+    parts = {"loss": loss, **logged}
+    values = sum_over_token_ranks(torch.stack([part.double() for part in parts.values()]), mesh).tolist()
+    row: dict[str, Any] = dict(zip(parts, values, strict=True))
+    if objective.sources:
+        own = {name: (row.pop(f"loss/{name}"), row.pop(f"labels/{name}")) for name in objective.sources}
+        row["loss_by_source"] = {name: total / labels for name, (total, labels) in own.items() if labels}
+    return row

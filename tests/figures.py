@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.routing import Routing
 
 Tables = dict[str, dict[str, float]]
-"""Of dynamics: table -> part of the model -> number."""
+"""Of dynamics: table -> part of the model -> number; of the losses of sources: step -> source -> loss."""
 
 
 @dataclass
@@ -28,6 +28,8 @@ class Observation:
     """Hashes of (tokens, labels) in the order of the global batch, by step."""
     validation_loss: float
     """After the last step; 0 where nothing is validated."""
+    sources: Tables = field(default_factory=dict)
+    """Of a mixture: step, or validation -> source -> loss."""
     expert_rows: dict[str, list[list[int]]] = field(default_factory=dict)
     """Of layers with experts: how many tokens each expert has had, by step."""
     routing: Routing = field(default_factory=Routing)
@@ -49,6 +51,7 @@ class Observation:
             losses=self.losses + rest.losses,
             norms=norms,
             sequences=self.sequences | rest.sequences,
+            sources=self.sources | rest.sources,
             expert_rows={name: self.expert_rows.get(name, []) + rest.expert_rows.get(name, []) for name in names},
             routing=Routing(flips=self.routing.flips + rest.routing.flips),
             seconds=self.seconds + rest.seconds,
@@ -69,6 +72,7 @@ def figures(observed: Observation, reference: Observation) -> dict[str, float]:
         "weights": worst(observed.weights, reference.weights, _zeros(reference.first_weights)),
         "expert rows": float(observed.expert_rows != reference.expert_rows),
         "validation loss": abs(observed.validation_loss - reference.validation_loss) / (reference.validation_loss or 1),
+        "loss by source": max(table_errors(observed.sources, reference.sources).values(), default=0.0),
         "dynamics": max(table_errors(observed.dynamics, reference.dynamics).values()) if observed.dynamics else 0.0,
     }
 
@@ -83,6 +87,7 @@ BARS = {
     "weights": 1e-5,
     "expert rows": 0.0,
     "validation loss": 1e-6,
+    "loss by source": 1e-5,
     "dynamics": 1e-5,
 }
 """How far a layout may be from one process, in float32."""

@@ -49,7 +49,7 @@ from parallelize import parallelize_model
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
-from tests.figures import Observation, broken_bars, figures
+from tests.figures import Observation, Tables, broken_bars, figures
 from tests.limits import TimeLimit
 from tests.ranks import Ranks, kept_ranks
 from tests.routing import Routing, watch
@@ -176,15 +176,18 @@ def _observe(case: Case, device: torch.device) -> Observation:
     vars(train)["clip_gradients"], vars(train)["balance"] = clip_observed, balance_observed
     replicas = train.Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, device)
     first_weights, losses, norms = whole_weights(run), [], []
+    sources: Tables = {}
     batches = _observed_batches(run, case.valid_labels, seen)
     for _ in range(case.steps):
         kept = [min(count, config.training.seq_len) for count in case.valid_labels] or [config.training.seq_len]
         valid = max(1, sum(kept[slot % len(kept)] for slot in range(run.global_batch_size)))
         loss, norm = train.train_step(run, batches, valid if case.valid_labels else train.divisor(run))
-        losses.append(train.sum_over_token_ranks(loss, run.mesh).item())
+        row = train.row_of(loss, run.logged, run.objective, run.mesh)
+        losses.append(row["loss"])
+        sources[f"step {run.step}"] = row.get("loss_by_source", {})
         norms.append(norm.item())
         replicas.check(run.step, saving=False)
-    validation_loss = train.validate(run)[0] if run.validation_set else 0.0
+    validation_loss, _, sources["validation"] = train.validate(run) if run.validation_set else (0.0, 0, {})
     dynamics = run.dynamics.tables() if run.dynamics.sampled else {}
     if case.folder:
         checkpointer.save(run.step, run.state())
@@ -212,6 +215,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
         by_rank,
         sequences,
         validation_loss,
+        sources,
         expert_rows,
         routing,
         dynamics,

@@ -71,10 +71,10 @@ def bars_of(each: Layout) -> dict[str, float]:
     step's numbers, which dynamics are, differ too.
     """
     if each["precision"] != "float32":
-        loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights")
+        loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights", "loss by source")
         return BARS | dict.fromkeys(loss, 1e-3) | dict.fromkeys(products, 1e-2)
     if each["eps"] != "1e-5" or each["state_dtype"] != "float32":
-        return BARS | {"weights": 1e-3, "validation loss": 1e-4, "dynamics": 0.1}
+        return BARS | {"weights": 1e-3, "validation loss": 1e-4, "loss by source": 1e-4, "dynamics": 0.1}
     return BARS
 
 

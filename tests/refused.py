@@ -309,7 +309,20 @@ CONTRADICTIONS = [
     ),
     (f"{MIXTURE} --training.dataset_path x", "training.mixture"),
     (f"{MIXTURE} --training.mixture[2].name a --training.mixture[2].dataset_path b", "training.mixture"),
-    (f"{MIXTURE} --training.mixture[1].weight 0", "training.mixture"),
+    *(
+        (f"{MIXTURE} {words}", "training.mixture")
+        for words in (
+            "--training.mixture[1].weight 0",
+            "--training.dataset_streaming",
+            "--training.mixture[1].dataset org/name",
+            "--training.mixture[2].name b",
+            "--training.mixture[2].name b --training.mixture[2].dataset kjv",
+            "--training.mixture[1].dataset_format chat",
+            "--training.dataset_format chat --training.mixture[1].dataset_text_field body",
+        )
+    ),
+    ("--training.mixture_temperature 2", "training.mixture_temperature"),
+    (f"{TWO_SOURCES} --training.mixture[2].weight 1 --training.mixture_temperature 2", "training.mixture_temperature"),
     (f"{TWO_SOURCES} --training.mixture[2].weight 1e-10", "training.mixture"),
     *(
         (f"{given} --training.mixture_phase[1].from_sequence 8 --training.mixture_phase[1].weights {weights}", key)

@@ -71,6 +71,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     save(folder / "datasets/org/chats/data", CHATS, "train.jsonl")
     save(folder / "datasets/org/chats/data", [said("held", "out")], "test.jsonl")
     (folder / "datasets" / GATED).mkdir(parents=True)
+    (folder / "datasets/org/plain").mkdir()
+    (folder / "datasets/org/plain/train.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     model.mkdir(parents=True)
     shutil.copy(ROOT / "assets/tokenizer/tokenizer.model", model)
     for name in ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "train.bin"):
@@ -216,13 +218,46 @@ def test_chats_of_the_hub_are_downloaded_and_tokenized_as_files(hub: tuple[str, 
     assert files == {f"org--chats-default-{COMMIT}/data/train.jsonl"}
 
 
+def test_a_mixture_downloads_its_sources(hub: tuple[str, Path], tmp_path: Path) -> None:
+    """Texts and chats; a mistake names its key."""
+    job = ["--training.dataset_cache", str(tmp_path), "--training.seq_len", "64", "--training.steps", "9", *AS_CHATS]
+    job += ["--training.global_batch_size", "8", "--training.mixture_temperature", "1"]
+
+    def mixed(texts: str) -> list[str]:
+        words = "--training.mixture[1].name=chats --training.mixture[1].dataset=org/chats "
+        words += "--training.mixture[2].name=texts --training.mixture[2].dataset_format=text "
+        words += "--training.mixture[2].dataset_text_field=body "
+        return ["show", *job, *words.split(), f"--training.mixture[2].dataset={texts}"]
+
+    (found, *wrong) = run(
+        [mixed(texts) for texts in (f"org/plain@{COMMIT}", "org/none", "a/b/c")],
+        hub[0],
+        tmp_path / "home",
+    )
+    assert found[1] == 0
+    assert [line.split()[-1] for line in found[0].splitlines()[-2:]] == ["chats", "texts"]
+    names = {str(file.relative_to(tmp_path / "hub")) for file in (tmp_path / "hub").rglob("*.jsonl")}
+    assert names == {
+        f"org--{name}-default-{COMMIT}/{file}.jsonl" for name, file in (("chats", "data/train"), ("plain", "train"))
+    }
+    key = "command line: training.mixture[2].dataset = "
+    reasons = ("no dataset org/none on the hub", 'expected "org/name"')
+    for (_, error), told in zip(wrong, reasons, strict=True):
+        assert str(error).startswith(key), error
+        assert told in str(error)
+
+
 def test_ranks_find_downloaded_chats_without_the_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets, "download_split", lambda config, into: tmp_path / "chats")
+    monkeypatch.setattr(datasets, "download_split", lambda *given: tmp_path / "chats")
     save(tmp_path / "chats", CHATS)
     words = [*AS_CHATS, "--training.dataset", "org/chats", "--training.dataset_cache", str(tmp_path / "cache")]
     training = prepare_all(load_config(words)).training
     assert training.dataset_path == str(tmp_path / "chats")
     assert not is_of_hub(training)
+    hub, local = (f"--training.mixture[{number}]." for number in (1, 2))
+    words += [f"{hub}name=a", f"{hub}dataset=org/chats", f"{local}name=b", f"{local}dataset_path={tmp_path / 'chats'}"]
+    sources = prepare_all(load_config(words)).training.mixture
+    assert [(each.dataset, each.dataset_path) for each in sources] == [("", str(tmp_path / "chats"))] * 2
 
 
 def test_without_network_a_job_is_refused_before_it_starts(tmp_path: Path) -> None:

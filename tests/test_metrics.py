@@ -11,8 +11,8 @@ import torch
 
 from components.commands.report import main
 from components.config import ConfigError, load_config
-from components.observe.metrics import Metrics, _memory_gib, peak_flops
-from components.observe.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows
+from components.observe.metrics import Metrics, _flat, _memory_gib, peak_flops
+from components.observe.report import Panel, curve_panels, draw, dynamics_panels, points, read_rows, source_panels
 from tests.processes import small_disk
 
 
@@ -69,12 +69,32 @@ def test_runs_are_drawn_over_each_other(tmp_path: Path) -> None:
 def test_what_a_row_does_not_have_is_left_out() -> None:
     assert points(rows(3), "grad_norm") == ([1, 3], [1.0, 1.0])
     assert points(rows(3), "mfu") == ([], [])
-    assert points(rows(2), "dynamics/weight_norm/layers.0") == ([1, 2], [2.0, 4.0])
+    assert points(rows(2), "dynamics", "weight_norm", "layers.0") == ([1, 2], [2.0, 4.0])
     assert [list(panel.lines) for panel in dynamics_panels(rows(2))] == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.0"],
     ]
     assert dynamics_panels([{"step": 1, "loss": 2.0}]) == []
+
+
+def test_the_losses_of_sources_are_drawn_and_tracked(tmp_path: Path) -> None:
+    folder, sources = write_run(tmp_path / "mixed", 2), {"a/b": 2.0, "web": None}
+    mixed = [{"step": step, "loss": 2.0, "loss_by_source": sources} for step in (1, 2)]
+    mixed += [{"step": 2, "validation_loss": 1.0, "validation_loss_by_source": {"web": 1.0}}]
+    training, validation = source_panels(mixed)
+    assert training.lines == {"a/b": ([1, 2], [2.0, 2.0]), "web": ([], [])}
+    assert validation.lines == {"web": ([2], [1.0])}
+    assert _flat(mixed[0]) == {"step": 1, "loss": 2.0, "loss_by_source/a/b": 2.0, "loss_by_source/web": None}
+    assert "Sources of" not in one_page(folder)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in mixed))
+    assert len(pictures(one_page(folder))) == 4
+    assert "Sources of the mixture" in one_page(folder)
+    assert source_panels(rows(2)) == []
+
+
+def one_page(folder: Path) -> str:
+    assert main(["report", str(folder)]) == 0
+    return (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize("lines", [0, 1, 30])

@@ -10,18 +10,27 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import torch.nn.functional as F
 
+import train
 from components.config import ROOT, ConfigError, absolute_tables, from_json, load_config, to_json
 from components.config.bounds import integer_weights
-from components.data.mixture import Mixture, Shares, counts, phases, split
+from components.data.datasets import mixtures
+from components.data.loader import COLUMNS
+from components.data.mixture import Mixture, Shares, counts, phases, size_weights, split
 from components.data.order import check_data_order, data_order
 from components.data.packed import PackedSequences
+from components.data.show import shares
 from components.data.stream import is_stream
+from components.observe.report import read_rows
+from models import loss
 from tests import limits
 from tests.chats import said, save
 from tests.figures import Observation, broken_bars
 from tests.harness import observe
 from tests.jobs import job, refused
+from tests.small import MIXTURE
 
 WEIGHTS = [(7, 3), (1, 1, 1), (70, 20, 7, 3), (999_999_999, 1, 5, 3, 1_000_000_000), (3,), (1,) * 9]
 
@@ -57,9 +66,34 @@ def test_the_order_of_sources_and_those_without_weight_change_nothing() -> None:
         for number, (name, weight) in enumerate(sources, 1):
             prefix = f"--training.mixture[{number}]"
             words += [f"{prefix}.name", name, f"{prefix}.weight", weight, f"{prefix}.dataset_path", "x"]
-        return phases(load_config(words).training)
+        return phases(load_config(words).training, {})
 
     assert shares(("b", "0.2"), ("a", "0.8")) == shares(("a", "4"), ("later", "0"), ("b", "1"))
+
+
+def test_weights_from_sizes() -> None:
+    def weights(temperature: float, **tokens: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        words = [f"--training.mixture_temperature={temperature}"]
+        for number, name in enumerate(tokens, 1):
+            words += [f"--training.mixture[{number}].name={name}", f"--training.mixture[{number}].dataset_path=x"]
+        words += [
+            f"--training.mixture[{len(tokens) + 1}].{key}" for key in ("name=later", "weight=0", "dataset_path=x")
+        ]
+        (found,) = phases(load_config(words).training, tokens | {"later": 5})
+        return found.names, found.weights
+
+    assert weights(1, a=30_000, b=10_000) == (("a", "b"), (3, 1)), "equal epochs"
+    assert weights(2, b=1, a=16) == (("a", "b"), (4, 1))
+    one, other = weights(1000, a=10**12, b=1)[1]
+    assert one / other == pytest.approx(10 ** (12 / 1000))
+    assert weights(1, a=10**12, b=1)[1] == (10**9, 1), "no source is left out"
+    # Every machine has these numbers, because a run continues only under its own weights.
+    assert size_weights({"a": 123_456_789_012, "b": 987_654_321, "c": 31_337}, 3.3) == {
+        "a": 805449135,
+        "b": 186470804,
+        "c": 8080061,
+    }
+    assert sum(weights(1.5, **{f"s{number}": 1 + number**7 for number in range(99)})[1]) < 2**31
 
 
 class Numbers(PackedSequences):
@@ -127,6 +161,17 @@ def test_validation_has_every_sequence_once_and_each_prefix_its_share_of_all() -
     assert [number for number in found if number < 1000] == [*range(500)], "in the source's order"
 
 
+@pytest.mark.parametrize("part", ["train", "validation"])
+def test_each_token_knows_the_number_of_its_source(part: Any) -> None:
+    mixed, positions = mixture((0, {"web": 7, "math": 3}), (100, {"math": 1, "code": 1}), part=part), np.arange(400)
+    numbers = mixed.at(positions, 3) if part == "train" else positions
+    tokens = mixed.get(numbers)[0][:, :-1]
+    expected = [["web", "math", "code"][number // 1000] for number in tokens.flatten()]
+    found = COLUMNS["sources"](mixed, positions, 3).flatten()
+    assert [sorted(SOURCES)[number] for number in found] == expected
+    assert {*COLUMNS["sources"](SOURCES["web"], positions, 3).flatten()} == {-1}, "a dataset alone is no source"
+
+
 def test_the_order_may_change_only_in_what_is_to_come() -> None:
     config = load_config([])
 
@@ -183,7 +228,7 @@ def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
     law, songs = config.training.mixture
     assert (law.name, law.weight, songs.weight, songs.max_epochs) == ("law", 0.7, 0.3, 2.0)
     assert songs.dataset_path == f"{tmp_path}/songs"
-    assert phases(config.training) == [Shares(0, ("law", "songs"), (7, 3)), Shares(1000, ("law", "songs"), (2, 3))]
+    assert phases(config.training, {}) == [Shares(0, ("law", "songs"), (7, 3)), Shares(1000, ("law", "songs"), (2, 3))]
     assert from_json(to_json(config)) == replace(config)
     monkeypatch.chdir(tmp_path)
     assert absolute_tables(config)["training"]["mixture"][0]["dataset_path"] == f"{tmp_path}/PATH/law.txt"
@@ -202,7 +247,7 @@ def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
         (
             'dataset_path = "~/songs"',
             "",
-            "training.mixture[2].dataset_path is missing: [[training.mixture]] needs name and",
+            'training.mixture = (2 tables): source "songs": set either dataset_path, or dataset',
         ),
         ('"~/songs"', '"s3://b/x"', ":10: training.mixture[2].dataset_path = "),
         (
@@ -253,6 +298,27 @@ def test_texts_among_chats_have_the_keys_of_texts() -> None:
     assert load_config([*words, "--training.mixture[1].dataset_format", "text"]).training.dataset_text_field == "body"
 
 
+def test_each_source_may_have_a_field_and_a_format_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"body": "In the beginning. " * 30}))
+    chats = save(tmp_path / "chats", [said("Hi", "b" * 60)] * 9)
+    given = [
+        f"dataset_path={tmp_path}/texts.jsonl dataset_text_field=body dataset_format=text",
+        f"dataset_path={chats} dataset_format=chat",
+    ]
+    words = ["--training.dataset_format=chat", "--chat.template=assets/templates/llama3.jinja", "--training.seq_len=64"]
+    words += [f"--training.dataset_cache={tmp_path}/cache", "--training.mixture_temperature=1"]
+    for number, source in enumerate(given, 1):
+        words += [f"--training.mixture[{number}].name={'ab'[number - 1]}"]
+        words += [f"--training.mixture[{number}].{key}" for key in source.split()]
+    config = load_config(words)
+    mixed, _ = mixtures(config, sys.maxsize)
+    sizes = [source.num_tokens for source in mixed.sources.values()]
+    shown = [line.split()[-2:] for line in shares(config)[-2:]]
+    assert shown == [[f"{size / sum(sizes):.2%}", name] for size, name in zip(sizes, "ab", strict=True)]
+    hotter, _ = mixtures(load_config([*words, "--training.mixture_temperature=2"]), sys.maxsize)
+    assert hotter.mixture != mixed.mixture, "a checkpoint knows its weights"
+
+
 def test_epochs_are_told_and_bounded() -> None:
     mixed = mixture((0, {"math": 1}), max_epochs={"math": 2.0})
     assert mixed.describe(180) == ["source math: 180 of 180 sequences, 2.00 epochs"]
@@ -262,10 +328,17 @@ def test_epochs_are_told_and_bounded() -> None:
 
 def test_a_run_tells_its_epochs_and_ends_before_it_would_exceed_them(tmp_path: Path) -> None:
     words = ["--job.config_file", "recipes/mixture_debug.toml", "--job.dump_folder", str(tmp_path)]
-    words += ["--lr_scheduler.warmup_steps", "0", "--validation.enable", "false", "--training.steps"]
+    words += ["--lr_scheduler.warmup_steps", "0", "--validation.steps", "1", "--training.steps"]
     done, refused = (limits.run([sys.executable, "train.py", *words, steps], cwd=ROOT) for steps in ("2", "90000"))
     assert done.returncode == 0, done.stderr
     assert "source psalms: 2 of 16 sequences, 0.01 epochs" in done.stdout
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert (
+        {*rows[0]["loss_by_source"]}
+        == {"law", "psalms", "gospels"}
+        >= {*rows[-1]["validation_loss_by_source"]}
+        > {"law"}
+    )
     assert refused.returncode == 2
     assert "training.mixture: max_epochs = 2 of psalms: it would be seen" in refused.stderr
     assert "in 720,000 sequences; lower its weight" in refused.stderr
@@ -292,17 +365,61 @@ def alone() -> Observation:
     return run()
 
 
+PIPELINE = "--parallelism.pipeline_parallel_degree"
 LAYOUTS = {
     "fsdp 2": (2, ("--parallelism.data_parallel_shard_degree", "2", "--training.local_batch_size", "9")),
     "tp 2": (2, ("--parallelism.tensor_parallel_degree", "2")),
     "cp 3": (3, ("--parallelism.context_parallel_degree", "3")),
+    "pp 2": (2, (PIPELINE, "2", "--parallelism.pipeline_parallel_microbatch_size", "6")),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_mixture_is_the_same_run_at_other_layouts(name: str) -> None:
+    """Also the loss of each source."""
     ranks, words = LAYOUTS[name]
     assert not broken_bars(run(*words, ranks=ranks), alone())
+
+
+def test_a_source_has_a_loss_at_steps_with_its_labels() -> None:
+    found = {step: [*losses] for step, losses in alone().sources.items()}
+    assert found.pop("step 3") == ["kings", "law"]
+    assert found == {key: ["kings", "law", "songs"] for key in ("step 1", "step 2", "validation")}
+
+
+def by_label(run: train.Run) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A step's row, and what it should be: from the logits of its batches and the numbers of its sequences."""
+    mixed, batches, losses = run.train_set, train.local_batches(run), dict[str, list[float]]()
+    assert isinstance(mixed, Mixture)
+    numbers = mixed.at(np.arange(run.sequences, run.sequences + run.global_batch_size), run.config.debug.seed)
+    ends = np.cumsum([len(source) for source in mixed.sources.values()])
+    names = iter([[*mixed.sources][np.searchsorted(ends, number, side="right")] for number in numbers])
+    for _ in range(run.accumulation_steps):
+        batch = train.own_part(run, next(batches))
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            found = F.cross_entropy(run.stages[0](**batch).transpose(1, 2), labels, reduction="none")
+        for sequence, kept in zip(found, labels != -100, strict=True):
+            losses.setdefault(next(names), []).extend(sequence[kept].tolist())
+    own_part, _ = train.train_step(run, train.local_batches(run), train.divisor(run))
+    everything = [each for own in losses.values() for each in own]
+    means = {name: np.mean(own) for name, own in sorted(losses.items())}
+    row = train.row_of(own_part, run.logged, run.objective, run.mesh)
+    return row, {"loss": np.mean(everything), "loss_by_source": means}
+
+
+@pytest.mark.parametrize("size", [100, 2000])
+def test_the_loss_of_a_source_is_the_mean_of_its_labels(size: int) -> None:
+    """Of texts and chats, whose rows have padding and tokens that are not trained."""
+    row, expected = observe(*MIXTURE, steps=2, at_end=by_label, mutate=functools.partial(cut_into_chunks, size)).extra
+    assert row.keys() == expected.keys(), "sums of sources are not logged"
+    assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert row["loss_by_source"] == pytest.approx(expected["loss_by_source"], rel=1e-6)
+    assert len(expected["loss_by_source"]) == 2
+
+
+def cut_into_chunks(size: int) -> None:
+    loss.CHUNK["cpu"] = size, 0
 
 
 def test_chats_and_texts_mix(tmp_path: Path) -> None:

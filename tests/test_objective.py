@@ -56,7 +56,7 @@ def plant_weighted() -> None:
 
 
 def logged(run: train.Run) -> dict[str, float]:
-    return {name: train.sum_over_token_ranks(part, run.mesh).item() for name, part in run.logged.items()}
+    return train.row_of(torch.zeros(()), run.logged, run.objective, run.mesh)
 
 
 @functools.cache
@@ -104,6 +104,16 @@ def test_a_derivative_is_that_of_the_loss() -> None:
 def test_an_unknown_objective_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match=r"training.objective = .*not one of next_token; did you mean next_token"):
         check_model(load_config(["--training.objective", "next_tokens"]))
+
+
+def test_a_loss_that_is_no_number_is_that_of_its_source_alone() -> None:
+    of_sources = objective.objective_of("next_token", ("a", "b"))
+    assert of_sources is objective.objective_of("next_token", ("a", "b")), "else it is compiled again and again"
+    logits, sources = torch.tensor([[1.0], [torch.nan]]), torch.tensor([[0], [1]])
+    losses, labels = (each.sum(0) for each in of_sources.terms(logits, torch.zeros(2, 1), sources=sources).logged)
+    assert losses[0] == 1
+    assert losses[1].isnan()
+    assert labels.tolist() == [1, 1]
 
 
 def test_what_is_logged_is_of_the_step_alone() -> None:

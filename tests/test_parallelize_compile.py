@@ -109,7 +109,7 @@ def test_equal_layers_share_a_graph(more: tuple[str, ...], most: int) -> None:
 
 
 def validated(run: train.Run) -> tuple[float, int]:
-    return train.validate(run)
+    return train.validate(run)[:2]
 
 
 def test_another_length_compiles_again() -> None:

@@ -243,7 +243,7 @@ def test_validation_is_the_same_at_every_layout() -> None:
             *given, *local, *overrides, "--training.local_batch_size", "3", ranks=ranks, steps=1, at_end=train.validate
         )
         losses[layout] = observed.extra
-    loss, labels = losses["one"]
+    loss, labels, _ = losses["one"]
     assert labels == 7 * 40
     assert all(found[1] == labels and abs(found[0] / loss - 1) < 1e-6 for found in losses.values())
 

@@ -23,7 +23,7 @@ from components.commands.start import check_devices, check_folders, check_initia
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
 from components.config.files import writable
 from components.data.cache import is_made
-from components.data.datasets import of_source, spec_of
+from components.data.datasets import of_source, source_numbers, spec_of
 from components.data.hub import hub_place, is_of_hub
 from components.data.sources import BadRecord, Unread, find_files, is_compressed, unread_files
 from components.data.stream import check_stream, is_stream
@@ -92,22 +92,21 @@ def data(job: Job) -> str:
     """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
     training, validation = job.config.training, job.config.validation
     own = validation.dataset_path if validation.enable else None
-    said = [_own(job, job.config, own)] if own else []
+    said = [_own(job, own)] if own else []
     if is_stream(training):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
         return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
-    if is_of_hub(training):
-        place, part, revision = hub_place(job.config)
-        return "; ".join([f"the start downloads {place} ({part or 'default'}) at {revision}", *said])
-    jobs = [of_source(job.config, source) for source in training.mixture] or [job.config]
-    return "; ".join([*(_own(job, config) for config in jobs), *said])
+    return "; ".join([*(_own(job, source=number) for number in source_numbers(training)), *said])
 
 
-def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
-    """About the training data of a job or of one source, or about data at another path."""
-    training = config.training
-    spec = spec_of(config, path)
+def _own(job: Job, path: str | None = None, source: int = 0) -> str:
+    """About the data of spec_of."""
+    training = job.config.training
+    if path is None and is_of_hub(of_source(training, source)):
+        place, part, revision = hub_place(job.config, source)
+        return f"the start downloads {place} ({part or 'default'}) at {revision}"
+    spec = spec_of(job.config, path, source)
     files, left = find_files(spec.path, spec.endings), _not_read(unread_files(spec.path, spec.endings))
     for file in files:
         for document in islice(spec.documents(file), 1):
@@ -123,7 +122,7 @@ def _own(job: Job, config: JobConfig, path: str | None = None) -> str:
     known = path is None and not any(is_compressed(file) for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
-    if known and config is job.config and size < batch * training.seq_len:
+    if known and not source and size < batch * training.seq_len:
         said += f", less than the {batch} sequences of one step: each is seen several times in it"
     return "; ".join([said, *left])
 

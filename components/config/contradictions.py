@@ -10,7 +10,7 @@ from pathlib import Path
 from components.config.bounds import LARGEST, PathError, integer_weights, local_path
 from components.config.optimizer import OPTIMIZER_KEYS
 from components.config.rule import Rule, value_of
-from components.config.tables import Chat, JobConfig
+from components.config.tables import Chat, JobConfig, Source
 
 EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
@@ -87,18 +87,47 @@ def _folder_misfit(job: JobConfig, key: str) -> str | bool:
 
 
 def _mixture_misfit(job: JobConfig) -> str | bool:
-    """Refuses a mixture beside another dataset, sources of one name, and a mixture without any weight."""
+    """Refuses a mixture beside another dataset, wrong sources, and a mixture without any weight."""
     names = [source.name for source in job.training.mixture]
     if not names:
         return False
-    for key in ("dataset_path", "dataset_streaming"):
-        if value_of(job, f"training.{key}"):
-            return f"the sources have paths of their own: leave training.{key} out"
+    if job.training.dataset_path:
+        return "the sources have paths of their own: leave training.dataset_path out"
+    if job.training.dataset_streaming:
+        return "shares need the size of each source, and a stream has none: leave training.dataset_streaming out"
+    for source in job.training.mixture:
+        if reason := _source_misfit(source, job.training.dataset_format):
+            return f'source "{source.name}": {reason}'
     if twice := sorted({name for name in names if names.count(name) > 1}):
         return f'two sources have the name "{twice[0]}"'
     if not any(source.weight for source in job.training.mixture):
         return "no source has a weight above 0"
     return _digits_misfit([source.weight for source in job.training.mixture])
+
+
+def _source_misfit(source: Source, default_format: str) -> str:
+    if bool(source.dataset) == bool(source.dataset_path):
+        return "set either dataset_path, or dataset to a dataset of the hub"
+    if source.dataset and "/" not in source.dataset:
+        return f'dataset = "{source.dataset}": expected "org/name" of the hub; other data have a dataset_path'
+    if source.dataset_format == "chat" != default_format:
+        return 'chats need training.dataset_format = "chat", and sources of text dataset_format = "text"'
+    if source.dataset_text_field and (source.dataset_format or default_format) == "chat":
+        return "its records are chats, so leave dataset_text_field out; chat.messages_field names the field of messages"
+    return ""
+
+
+def _temperature_misfit(job: JobConfig) -> str | bool:
+    """Refuses a temperature without a mixture, or beside weights."""
+    training = job.training
+    if training.mixture_temperature is None:
+        return False
+    if not training.mixture:
+        return "needs [[training.mixture]]"
+    for number, source in enumerate(training.mixture, 1):
+        if source.weight and (key := f"training.mixture[{number}].weight") in job.origins:
+            return f"the weights follow from the sizes of the sources: leave {key} out, or use 0 until a phase sets it"
+    return False
 
 
 def _digits_misfit(weights: list[float]) -> str | bool:
@@ -129,6 +158,7 @@ def _phases_misfit(job: JobConfig) -> str | bool:
 
 CONTRADICTIONS = [
     Rule("training.mixture", _mixture_misfit),
+    Rule("training.mixture_temperature", _temperature_misfit),
     Rule("training.mixture_phase", _phases_misfit),
     *(
         Rule(f"optimizer.{key}", partial(_optimizer_misfit, key=key))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Lt, MinLen
+from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from components.config.bounds import (
     Fraction,
@@ -48,9 +48,13 @@ class Source:
 
     name: Name
     """Names the source in phases and messages, and seeds the order of its sequences."""
-    dataset_path: PathName
-    """As training.dataset_path."""
-    dataset_format: Literal["", "text"] = ""
+    dataset: str = ""
+    """A dataset of the Hugging Face hub, downloaded before the run: "org/name", "org/name:config@revision"."""
+    dataset_path: PathName | None = None
+    """As training.dataset_path. A source has either dataset or dataset_path."""
+    dataset_text_field: str = ""
+    """Field or column that holds the text. Empty: training.dataset_text_field."""
+    dataset_format: Literal["", "text", "chat"] = ""
     """text: a source of texts among chats. Empty: training.dataset_format."""
     weight: Weight = 1.0
     """Share of the sequences, relative to the weights of other sources. 0: no sequences until a phase sets a weight."""
@@ -79,11 +83,15 @@ class Training:
     """Local data: a file of text, JSON, CSV, parquet or Arrow (docs/data.md), or a folder or glob of such files."""
     mixture: list[Source] = field(default_factory=list)
     """Several datasets instead of one, in exact shares."""
+    mixture_temperature: Annotated[float, Ge(1), Le(1000)] | None = None
+    """Weights of sources from their sizes: the share of a source is proportional to tokens^(1 / mixture_temperature).
+    1: equal epochs; more: closer to equal shares. Sources then have no weights, but 0 until a phase sets one."""
     mixture_phase: list[Phase] = field(default_factory=list)
     """Changes of the shares during the run, in order."""
     dataset_streaming: bool = False
     """Tokenize dataset_path (a folder with the layout of a hub dataset) during training instead of before it; sequences
-    then keep the order of the text. Datasets of the hub are always streamed, except chats, which are downloaded."""
+    then keep the order of the text. Datasets of the hub are always streamed, except chats and the sources of mixtures,
+    which are downloaded."""
     dataset_text_field: Name = "text"
     """Field or column that holds the text; "meta.text" is the field text of the field meta."""
     dataset_errors: Literal["fail", "skip"] = "fail"
@@ -134,6 +142,11 @@ class Training:
     """Run Python's garbage collector every this many steps, and never in between."""
     dataloader: DataLoader = field(default_factory=DataLoader)
     """Loader processes and buffers."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the mixture's sources, in the order of their numbers."""
+        return tuple(sorted(source.name for source in self.mixture))
 
     @property
     def masks_documents(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from components.config import ConfigError, JobConfig, load_config
 from components.config.bounds import path_argument
 from components.data.cache import prepare
-from components.data.datasets import of_source, spec_of
+from components.data.datasets import source_numbers, spec_of
 from components.data.hub import fetch, is_of_hub
 from components.data.show import show
 from components.data.sources import Unread, unread_files
@@ -28,14 +28,15 @@ def prepare_all(config: JobConfig) -> JobConfig:
     validation, streamed = config.validation, is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
-    sources = [of_source(config, source) for source in config.training.mixture]
-    trained = [] if streamed else [spec_of(job) for job in sources or [config]]
+    trained = [] if streamed else [spec_of(config, source=number) for number in source_numbers(config.training)]
     for spec in [*trained, *(spec_of(config, path) for path in own)]:
         _warn_unread(unread_files(spec.path, spec.endings))
         prepare(spec)
-    if is_of_hub(config.training) and not streamed and not sources:
+    if is_of_hub(config.training) and not streamed:
         config = replace(config, training=replace(config.training, dataset_path=trained[0].path))
-    return config
+    given = zip(config.training.mixture, trained, strict=False)
+    sources = [replace(each, dataset="", dataset_path=spec.path) if each.dataset else each for each, spec in given]
+    return replace(config, training=replace(config.training, mixture=sources))
 
 
 def _warn_unread(left: Unread | None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
-from components.config.tables import Source
+from components.config.tables import Training
 from components.data.cache import DataSpec, data_spec, prepare
 from components.data.hub import download_split, is_of_hub
 from components.data.mixture import Mixture, phases
@@ -18,19 +18,32 @@ from components.data.tokens import Tokens
 from components.launch.orphan import LAUNCHER_PIPE
 
 
-def spec_of(config: JobConfig, path: str | None = None) -> DataSpec:
-    """The spec of a job's training data, or of data at another path. Downloads chats that are on the hub.
+def source_numbers(training: Training) -> list[int]:
+    """1, 2, ... for the sources of a mixture; 0, for training.dataset, without one."""
+    return [number for number, _ in enumerate(training.mixture, 1)] or [0]
 
-    Raises ConfigError for an unknown dataset, or if it cannot be downloaded.
+
+def of_source(training: Training, number: int) -> Training:
+    """The training data of a source alone; training itself for 0."""
+    if not number:
+        return training
+    source = training.mixture[number - 1]
+    names = ("dataset", "dataset_text_field", "dataset_format")
+    given: dict[str, Any] = {name: getattr(source, name) or getattr(training, name) for name in names}
+    return replace(training, **given, dataset_path=source.dataset_path, mixture=[], mixture_phase=[])
+
+
+def spec_of(config: JobConfig, path: str | None = None, source: int = 0) -> DataSpec:
+    """The spec of a job's training data, of one of its source_numbers, or of data at another path.
+
+    Downloads data of the hub. Raises ConfigError for an unknown dataset, or if it cannot be downloaded.
     """
-    training, tokenizer = config.training, config.model.hf_assets_path
-    if training.dataset_format == "text":
-        return data_spec(training, tokenizer, path)
+    training, tokenizer = of_source(config.training, source), config.model.hf_assets_path
     on_hub = path is None and is_of_hub(training)
     spec = data_spec(training, tokenizer, training.dataset if on_hub else path)
     if on_hub:
-        spec = replace(spec, path=str(download_split(config, spec.cache_folder / "hub")))
-    return ChatSpec(**vars(spec), chat=config.chat)
+        spec = replace(spec, path=str(download_split(config, spec.cache_folder / "hub", source)))
+    return ChatSpec(**vars(spec), chat=config.chat) if training.dataset_format == "chat" else spec
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
@@ -81,18 +94,12 @@ def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedS
     )
 
 
-def of_source(config: JobConfig, source: Source) -> JobConfig:
-    """The job with one source of its mixture as its training data."""
-    given: dict[str, Any] = {"dataset_path": source.dataset_path, "mixture": [], "mixture_phase": []}
-    given |= {"dataset_format": source.dataset_format or config.training.dataset_format}
-    return replace(config, training=replace(config.training, **given))
-
-
 def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | None]:
     """(training sequences, held-out sequences or None) of a job with a mixture. Raises ConfigError."""
-    training, validation, shares = config.training, config.validation, phases(config.training)
+    training, validation = config.training, config.validation
     bounds = {source.name: source.max_epochs for source in training.mixture}
-    caches = {source.name: prepare(spec_of(of_source(config, source))) for source in training.mixture}
+    specs = [spec_of(config, source=number) for number in source_numbers(training)]
+    caches = {source.name: prepare(spec) for source, spec in zip(training.mixture, specs, strict=True)}
     for cache in caches.values():
         _check_vocabulary(config, cache.vocab_size, vocab_size)
 
@@ -103,6 +110,7 @@ def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | Non
                 found[name] = packed(config, cache, seq_len, *part)
             except ConfigError as error:
                 raise ConfigError([f"training.mixture: {name}: {message}" for message in error.messages]) from None
+        shares = phases(training, {name: each.num_tokens for name, each in found.items()})
         return Mixture(found, shares, seq_len, part[0] if part else "train", bounds)
 
     if not validation.enable or validation.dataset_path:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import ROOT, ConfigError, JobConfig, Training, mistake
+from components.config.rule import value_of
 from components.data.sources import HUB
 from components.data.special_tokens import NAMING
 
@@ -81,13 +82,13 @@ def _page(repository: str, kind: Kind) -> str:
     return f"https://huggingface.co/{'datasets/' if kind == 'dataset' else ''}{repository}"
 
 
-def _dataset_revision(repository: str, revision: str | None, streams: bool) -> str:
+def _dataset_revision(repository: str, revision: str | None, key: str, streams: bool) -> str:
     """The commit hash of a dataset's branch, tag or commit (default: main). Raises ConfigError."""
     from huggingface_hub import HfApi
 
     remedy = (
         f". On a machine with network: python -m components.data fetch {repository} --kind dataset; "
-        f'then here training.dataset_path = "assets/{repository.rpartition("/")[2]}"'
+        f'then here {key}_path = "assets/{repository.rpartition("/")[2]}"'
         + ", training.dataset_streaming = true"
         * streams
     )
@@ -104,17 +105,26 @@ def is_of_hub(training: Training) -> bool:
     return not local and (training.dataset in HUB or "/" in training.dataset)
 
 
-def hub_place(config: JobConfig) -> tuple[str, str | None, str]:
-    """(repository, its configuration, commit) of training.dataset. Raises ConfigError."""
-    match = _NAME.fullmatch(HUB.get(config.training.dataset, config.training.dataset))
+def _key(source: int) -> str:
+    return f"training.mixture[{source}].dataset" if source else "training.dataset"
+
+
+def hub_place(config: JobConfig, source: int = 0) -> tuple[str, str | None, str]:
+    """(repository, its configuration, commit) of training.dataset, or of the mixture's source with this number.
+
+    Raises ConfigError.
+    """
+    key = _key(source)
+    name = value_of(config, key)
+    match = _NAME.fullmatch(HUB.get(name, name))
     if not match:
         reason = 'expected "org/name", "org/name:config" or "org/name:config@revision"'
-        raise ConfigError(mistake(config, "training.dataset", reason))
-    streams = config.training.dataset_format == "text"
+        raise ConfigError(mistake(config, key, reason))
+    streams = not source and config.training.dataset_format == "text"
     try:
-        return match["path"], match["config"], _dataset_revision(match["path"], match["revision"], streams)
+        return match["path"], match["config"], _dataset_revision(match["path"], match["revision"], key, streams)
     except ConfigError as error:
-        raise ConfigError(mistake(config, "training.dataset", str(error))) from None
+        raise ConfigError(mistake(config, key, str(error))) from None
 
 
 def train_split(path: str, part: str | None, revision: str | None) -> Any:
@@ -136,14 +146,14 @@ def train_split(path: str, part: str | None, revision: str | None) -> Any:
     return builder
 
 
-def download_split(config: JobConfig, into: Path) -> Path:
-    """Downloads the split train of training.dataset into a folder of `into`, named by the commit; returns the folder.
+def download_split(config: JobConfig, into: Path, source: int = 0) -> Path:
+    """Downloads the split train of hub_place into a folder of `into`, which the commit names; returns the folder.
 
     An interrupted download is continued. Raises ConfigError.
     """
     from huggingface_hub import snapshot_download
 
-    path, part, revision = hub_place(config)
+    path, part, revision = hub_place(config, source)
     folder = into / f"{path.replace('/', '--')}-{part or 'default'}-{revision}"
     try:
         with hub_errors(path, "dataset"):
@@ -154,7 +164,7 @@ def download_split(config: JobConfig, into: Path) -> Path:
             options: Any = {"repo_type": "dataset", "revision": revision, "allow_patterns": wanted}
             snapshot_download(path, local_dir=folder, **options)
     except (ConfigError, ValueError) as error:  # a ValueError of the library: no such configuration
-        raise ConfigError(mistake(config, "training.dataset", first_line(error))) from None
+        raise ConfigError(mistake(config, _key(source), first_line(error))) from None
     return folder
 
 

@@ -25,6 +25,9 @@ IGNORED = -100
 """Label of tokens without loss: padding, and tokens that are not trained."""
 COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
     "dropout_keys": lambda sequences, positions, seed: token_keys(positions, sequences.seq_len, seed),
+    "sources": lambda sequences, positions, seed: np.repeat(
+        sequences.sources_at(positions)[:, None], sequences.seq_len, axis=1
+    ),
 }
 """Name of a further column of a batch -> (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
 DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {

@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import ROUND_HALF_EVEN, Decimal, localcontext
 from typing import Literal
 
 import numpy as np
@@ -29,9 +30,24 @@ class Shares:
     weights: tuple[int, ...]
 
 
-def phases(training: Training) -> list[Shares]:
-    """The weights of [[training.mixture]], then those of each phase."""
-    given = [(0, {source.name: source.weight for source in training.mixture})]
+def size_weights(tokens: Mapping[str, int], temperature: float) -> dict[str, int]:
+    """Weights proportional to tokens^(1 / temperature), in billionths of all; 1 at the least.
+
+    Decimal's logarithm and exponential are rounded correctly, so every machine finds the same integers.
+    """
+    with localcontext(prec=40, rounding=ROUND_HALF_EVEN):
+        powers = {name: (Decimal(size).ln() / Decimal(repr(temperature))).exp() for name, size in tokens.items()}
+        total = sum(powers.values())
+        return {name: max(1, round(10**9 * power / total)) for name, power in powers.items()}
+
+
+def phases(training: Training, tokens: Mapping[str, int]) -> list[Shares]:
+    """The weights of [[training.mixture]], then those of each phase. tokens: the size of each source."""
+    first = {source.name: source.weight for source in training.mixture}
+    if training.mixture_temperature is not None:
+        sizes = {name: tokens[name] for name, weight in first.items() if weight}
+        first |= size_weights(sizes, training.mixture_temperature)
+    given: list[tuple[int, Mapping[str, float]]] = [(0, first)]
     given += [(phase.from_sequence, phase.weights) for phase in training.mixture_phase]
     found = []
     for start, weights in given:
@@ -138,6 +154,9 @@ class Mixture(PackedSequences):
             source[chosen] = np.asarray([[*self.sources].index(name) for name in shares.names])[own]
             place[chosen] = places + np.asarray([before[name] for name in shares.names])[own]
         return source, place
+
+    def sources_at(self, positions: np.ndarray) -> np.ndarray:
+        return self._split(positions)[0]
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         source, place = self._split(positions)

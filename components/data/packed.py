@@ -68,6 +68,10 @@ class PackedSequences:
         """Sequence numbers (int64) at these positions of the global order, which start at 0 and have no end."""
         return sequence_at(positions, self.num_sequences, seed)
 
+    def sources_at(self, positions: np.ndarray) -> np.ndarray:
+        """The number of a mixture's source (int64) at these positions of the global order; -1 without a mixture."""
+        return np.full(len(positions), -1)
+
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tokens (n, seq_len + 1) and document ids (n, seq_len) of n sequences, int64.
 

@@ -75,7 +75,7 @@ class Metrics:
             replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
         self.trackers = trackers(self.config, step)
 
-    def log(self, step: int, tokens: int, **values: float | None) -> None:
+    def log(self, step: int, tokens: int, **values: Any) -> None:
         """Write the row of a training step; tokens: seen so far; values: loss, grad_norm, lr and others."""
         if self.rank:
             return
@@ -108,11 +108,12 @@ class Metrics:
         """Fraction of all ranks' peak FLOP/s at this many FLOPs a token; None on an unknown device."""
         return flops_per_token * row["tokens_per_second"] / (self.peak * self.world_size) if self.peak else None
 
-    def log_validation(self, step: int, loss: float, tokens: int) -> None:
+    def log_validation(self, step: int, loss: float, tokens: int, by_source: dict[str, float] | None = None) -> None:
         """Write the row of a validation."""
         if self.rank:
             return
-        self._write({"step": step, "validation_loss": loss, "validation_tokens": tokens})
+        row: Row = {"step": step, "validation_loss": loss, "validation_tokens": tokens}
+        self._write(row | ({"validation_loss_by_source": by_source} if by_source else {}))
         self._print(f"step {step}  validation loss {loss:.4f}  ({tokens:,} tokens)", colour="32")
 
     def log_dynamics(self, step: int, tables: dict[str, dict[str, float]]) -> None:
@@ -232,10 +233,11 @@ def _without_nan(value: Any) -> Any:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """Scalars by name for the trackers; dynamics are named like gradient_norm/layers.0."""
-    tables = row.get("dynamics", {}).items()
-    dynamics = {f"{table}/{part}": value for table, parts in tables for part, value in parts.items()}
-    return {key: value for key, value in row.items() if key != "dynamics"} | dynamics
+    """Scalars by name for the trackers, such as loss_by_source/web, and of the dynamics gradient_norm/layers.0."""
+    tables = {key: value for key, value in row.items() if isinstance(value, dict)}
+    scalars = {key: value for key, value in row.items() if key not in tables}
+    tables |= tables.pop("dynamics", {})
+    return scalars | {f"{table}/{part}": value for table, parts in tables.items() for part, value in parts.items()}
 
 
 def _versions() -> dict[str, str | None]:

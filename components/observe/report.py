@@ -157,12 +157,12 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def points(rows: Iterable[dict[str, Any]], key: str) -> Points:
-    """Steps and the values of a key at them; key may be a path ("dynamics/weight_norm/output")."""
+def points(rows: Iterable[dict[str, Any]], *path: str) -> Points:
+    """Steps and the values of a key at them; the path of a nested one has several keys."""
     found = []
     for row in rows:
         value: Any = row
-        for part in key.split("/"):
+        for part in path:
             value = value.get(part) if isinstance(value, dict) else None
         if value is not None:
             found.append((row["step"], value))
@@ -176,6 +176,10 @@ CURVES = {
     "lr": ("learning rate", ""),
     "tokens_per_second": ("speed", "tokens a second, all ranks"),
     "memory_gib": ("memory of rank 0, at its peak", "GiB"),
+}
+BY_SOURCE = {
+    "loss_by_source": "training loss by source",
+    "validation_loss_by_source": "validation loss by source",
 }
 DYNAMICS = {
     "gradient_norm": ("gradient norm by layer", "before clipping"),
@@ -194,10 +198,17 @@ def curve_panels(runs: dict[str, list[dict[str, Any]]]) -> list[Panel]:
     return [Panel(*CURVES[key], named) for key, named in drawn.items() if named]
 
 
+def source_panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """The losses of a mixture's sources with a line for each source; empty without a mixture."""
+    names = {key: dict.fromkeys(name for row in rows for name in row.get(key, ())) for key in BY_SOURCE}
+    lines = {key: {name: points(rows, key, name) for name in own} for key, own in names.items()}
+    return [Panel(BY_SOURCE[key], "nats a token", named, named=True) for key, named in lines.items() if named]
+
+
 def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
     """One run's dynamics (metrics.dynamics_freq) with a line for each layer; empty if they are off."""
     tables: dict[str, Any] = next((row["dynamics"] for row in rows if "dynamics" in row), {})
-    lines = {key: {name: points(rows, f"dynamics/{key}/{name}") for name in tables.get(key, {})} for key in DYNAMICS}
+    lines = {key: {name: points(rows, "dynamics", key, name) for name in tables.get(key, {})} for key in DYNAMICS}
     return [Panel(*DYNAMICS[key], named, log=True, shades=True) for key, named in lines.items() if named]
 
 
@@ -221,9 +232,14 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
         speed = f"{middle[len(middle) // 2]:,.0f}" if middle else ""
         table.append([name, str(max(row["step"] for row in rows)), loss, speed, *about_cells(about[name])])
     sections = [Section("Runs", table=table), Section("Curves", panels=curve_panels(runs))]
+    several = len(runs) > 1
     for name, rows in runs.items():
-        if panels := dynamics_panels(rows):
-            sections.append(Section(f"Inside {name}" if len(runs) > 1 else "Inside the model", panels=panels))
+        for title, panels in (
+            (f"Sources of {name}" if several else "Sources of the mixture", source_panels(rows)),
+            (f"Inside {name}" if several else "Inside the model", dynamics_panels(rows)),
+        ):
+            if panels:
+                sections.append(Section(title, panels=panels))
     title = " against ".join(runs) if len(runs) > 1 else about[next(iter(runs))].get("description") or next(iter(runs))
     page(path, title, sections)
 

@@ -146,7 +146,7 @@ def draw(runs: dict[str, Path]) -> None:
         rows = [row for row in read_rows(folder / "metrics.jsonl") if "dynamics" in row]
         last = rows[-1]["dynamics"]
         for layer in last["expert_load_max"]:
-            curve.plot(*points(rows, f"dynamics/expert_load_max/{layer}"), label=layer.replace("layers.", "layer "))
+            curve.plot(*points(rows, "dynamics", "expert_load_max", layer), label=layer.replace("layers.", "layer "))
         curve.axhline(1, color="#8c959f", linewidth=0.8)
         curve.set(title=name, ylim=(0, 4.2), ylabel="busiest expert / mean", xlabel="step")
         table: dict[str, list[float]] = {}
