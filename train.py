@@ -217,7 +217,7 @@ def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int, dict
     reshard(run.stages)
     divisor = max(1, DIVISORS[run.objective.divisor](run.validation_set, np.arange(count)))
     logged = take_logged(run.stages, run.objective.logged, run.device, divisor)
-    row = row_of(total / divisor, logged, run.objective, run.mesh)
+    row = row_of(total.double() / divisor, logged, run.objective, run.mesh)
     return row["loss"], run.validation_set.count_valid(np.arange(count)), row.get("loss_by_source", {})
 
 
