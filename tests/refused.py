@@ -307,6 +307,12 @@ CONTRADICTIONS = [
             "document_mask": "false",
         }.items()
     ),
+    ("--training.dataset_format tokens --training.dataset org/name", "training.dataset_format"),
+    ("--training.token_dtype uint16", "training.token_dtype"),
+    *(
+        (f"--training.dataset_format tokens --training.dataset_path x --training.{key} {value}", f"training.{key}")
+        for key, value in {"dataset_streaming": "true", "dataset_text_field": "body", "dataset_errors": "skip"}.items()
+    ),
     (f"{MIXTURE} --training.dataset_path x", "training.mixture"),
     (f"{MIXTURE} --training.mixture[2].name a --training.mixture[2].dataset_path b", "training.mixture"),
     *(
@@ -319,6 +325,7 @@ CONTRADICTIONS = [
             "--training.mixture[2].name b --training.mixture[2].dataset kjv",
             "--training.mixture[1].dataset_format chat",
             "--training.dataset_format chat --training.mixture[1].dataset_text_field body",
+            "--training.mixture[1].dataset_format tokens --training.mixture[1].dataset_text_field body",
         )
     ),
     ("--training.mixture_temperature 2", "training.mixture_temperature"),

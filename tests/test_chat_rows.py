@@ -198,7 +198,7 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     assert "2 sequences of chats in 1 rows of 64 tokens" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--row 7: there are rows from 0 to 0"):
         data.main(["show", "--row", "7", *words])
-    with pytest.raises(ConfigError, match='only rows of chats are shown; use "chat"'):
+    with pytest.raises(ConfigError, match='only rows of chats and token files are shown; use "chat"'):
         data.main(["show"])
 
 

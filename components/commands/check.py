@@ -25,7 +25,7 @@ from components.config.files import writable
 from components.data.cache import is_made
 from components.data.datasets import of_source, source_numbers, spec_of
 from components.data.hub import hub_place, is_of_hub
-from components.data.sources import BadRecord, Unread, find_files, is_compressed, unread_files
+from components.data.sources import BadRecord, Unread, is_compressed
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -107,7 +107,7 @@ def _own(job: Job, path: str | None = None, source: int = 0) -> str:
         place, part, revision = hub_place(job.config, source)
         return f"the start downloads {place} ({part or 'default'}) at {revision}"
     spec = spec_of(job.config, path, source)
-    files, left = find_files(spec.path, spec.endings), _not_read(unread_files(spec.path, spec.endings))
+    files, left = spec.files(), _not_read(spec.unread())
     for file in files:
         for document in islice(spec.documents(file), 1):
             if isinstance(document, BadRecord) and not spec.skip_errors:

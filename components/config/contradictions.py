@@ -16,6 +16,10 @@ EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
 _FLOAT8 = "quantize.linear.float8"
 _NOT_LOADED = "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
+_TEXTLESS = {
+    "chat": "records are chats; chat.messages_field names the field of messages",
+    "tokens": "token files have no texts: leave it out",
+}
 _NO_FLOAT8 = f'needs model.converters = ["{_FLOAT8}"]'
 
 
@@ -105,15 +109,27 @@ def _mixture_misfit(job: JobConfig) -> str | bool:
     return _digits_misfit([source.weight for source in job.training.mixture])
 
 
+def _formats(job: JobConfig) -> set[str]:
+    """The formats of the data."""
+    training = job.training
+    sources = [source.dataset_format or training.dataset_format for source in training.mixture]
+    return {*sources} or {training.dataset_format}
+
+
 def _source_misfit(source: Source, default_format: str) -> str:
     if bool(source.dataset) == bool(source.dataset_path):
         return "set either dataset_path, or dataset to a dataset of the hub"
     if source.dataset and "/" not in source.dataset:
         return f'dataset = "{source.dataset}": expected "org/name" of the hub; other data have a dataset_path'
+    kind = source.dataset_format or default_format
+    if source.dataset and kind == "tokens":
+        return "token files are local: use dataset_path"
     if source.dataset_format == "chat" != default_format:
         return 'chats need training.dataset_format = "chat", and sources of text dataset_format = "text"'
-    if source.dataset_text_field and (source.dataset_format or default_format) == "chat":
+    if source.dataset_text_field and kind == "chat":
         return "its records are chats, so leave dataset_text_field out; chat.messages_field names the field of messages"
+    if source.dataset_text_field and kind == "tokens":
+        return "token files have no texts: leave dataset_text_field out"
     return ""
 
 
@@ -385,20 +401,51 @@ CONTRADICTIONS = [
         ),
     ),
     Rule(
+        "training.dataset_format",
+        lambda job: (
+            job.training.dataset_format == "tokens"
+            and job.training.dataset_path is None
+            and not job.training.mixture
+            and "token files are local: set training.dataset_path"
+        ),
+    ),
+    Rule(
+        "training.dataset_streaming",
+        lambda job: (
+            job.training.dataset_streaming
+            and job.training.dataset_format == "tokens"
+            and "token files are trained on in place, and nothing is tokenized: use false"
+        ),
+    ),
+    Rule(
+        "training.dataset_errors",
+        lambda job: (
+            "training.dataset_errors" in job.origins
+            and _formats(job) == {"tokens"}
+            and "token files have no records that could be skipped: leave it out"
+        ),
+    ),
+    Rule(
+        "training.token_dtype",
+        lambda job: (
+            job.training.token_dtype is not None
+            and "tokens" not in _formats(job)
+            and 'needs training.dataset_format = "tokens"'
+        ),
+    ),
+    Rule(
         "training.dataset_text_field",
         lambda job: (
             "training.dataset_text_field" in job.origins
-            and job.training.dataset_format == "chat"
-            and not any(source.dataset_format == "text" for source in job.training.mixture)
-            and "records are chats; chat.messages_field names the field of messages"
+            and "text" not in _formats(job)
+            and _TEXTLESS["chat" if "chat" in _formats(job) else "tokens"]
         ),
     ),
     Rule(
         "training.dataset_separator",
         lambda job: (
             "training.dataset_separator" in job.origins
-            and job.training.dataset_format == "chat"
-            and not any(source.dataset_format == "text" for source in job.training.mixture)
+            and _formats(job) == {"chat"}
             and "the template of a chat has the tokens around it: leave it out"
         ),
     ),

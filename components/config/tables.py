@@ -54,8 +54,8 @@ class Source:
     """As training.dataset_path. A source has either dataset or dataset_path."""
     dataset_text_field: str = ""
     """Field or column that holds the text. Empty: training.dataset_text_field."""
-    dataset_format: Literal["", "text", "chat"] = ""
-    """text: a source of texts among chats. Empty: training.dataset_format."""
+    dataset_format: Literal["", "text", "chat", "tokens"] = ""
+    """text or tokens: a source of texts or of token files among other data. Empty: training.dataset_format."""
     weight: Weight = 1.0
     """Share of the sequences, relative to the weights of other sources. 0: no sequences until a phase sets a weight."""
     max_epochs: Weight = 0.0
@@ -80,7 +80,8 @@ class Training:
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
     "org/name:config", "org/name:config@revision". Ignored if dataset_path or mixture is set."""
     dataset_path: PathName | None = None
-    """Local data: a file of text, JSON, CSV, parquet or Arrow (docs/data.md), or a folder or glob of such files."""
+    """Local data: a file of text, JSON, CSV, parquet or Arrow (docs/data.md), or of another dataset_format, or a folder
+    or glob of such files."""
     mixture: list[Source] = field(default_factory=list)
     """Several datasets instead of one, in exact shares."""
     mixture_temperature: Annotated[float, Ge(1), Le(1000)] | None = None
@@ -99,8 +100,11 @@ class Training:
     dataset_separator: Name = "auto"
     """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
     neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
-    dataset_format: Literal["text", "chat"] = "text"
-    """Form of the records: text or chats. The table chat says which parts of chats are trained."""
+    dataset_format: Literal["text", "chat", "tokens"] = "text"
+    """Form of the data: text; chats, with the table chat, which says what of them is trained; or token files of other
+    trainers (docs/token_files.md)."""
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
+    """Type of the tokens in token files without a header (nanoGPT, OLMo)."""
     dataset_cache: PathName = ".cache/tokens"
     """Folder of tokenized data, which runs share; relative to the repository. If the repository cannot be written, the
     default is meshwright/tokens in XDG_CACHE_HOME, or in ~/.cache."""

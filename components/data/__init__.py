@@ -2,6 +2,7 @@
 
 - sources.py and formats.py read documents.
 - cache.py tokenizes documents before training; tokens.py reads what it has made.
+- token_files.py reads token files of other trainers.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.
 - template.py, chats.py and rows.py make rows of chats.

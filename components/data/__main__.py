@@ -12,7 +12,7 @@ from components.data.cache import prepare
 from components.data.datasets import source_numbers, spec_of
 from components.data.hub import fetch, is_of_hub
 from components.data.show import show
-from components.data.sources import Unread, unread_files
+from components.data.sources import Unread
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -30,7 +30,7 @@ def prepare_all(config: JobConfig) -> JobConfig:
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
     trained = [] if streamed else [spec_of(config, source=number) for number in source_numbers(config.training)]
     for spec in [*trained, *(spec_of(config, path) for path in own)]:
-        _warn_unread(unread_files(spec.path, spec.endings))
+        _warn_unread(spec.unread())
         prepare(spec)
     if is_of_hub(config.training) and not streamed:
         config = replace(config, training=replace(config.training, dataset_path=trained[0].path))
@@ -53,7 +53,9 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m components.data")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("prepare", help="--job.config_file FILE [--table.key value ...]", add_help=False)
-    showing = commands.add_parser("show", help="a row of chats, or a mixture's shares: --job.config_file FILE ...")
+    showing = commands.add_parser(
+        "show", help="a row of chats, what is in token files, a mixture's shares: --job.config_file FILE ..."
+    )
     showing.add_argument("--row", type=int, help="number of the row (0)")
     showing.add_argument("--json", action="store_true", help="tokens, labels, positions, documents and text as JSON")
     showing.add_argument("--html", type=path_argument, metavar="FILE", help="write the row as a page")

@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -41,7 +42,18 @@ from components.config.files import (
     writable,
     write_json,
 )
-from components.data.sources import HUB, READERS, REGISTERED, BadRecord, Document, ending, find_files, read_documents
+from components.data.sources import (
+    HUB,
+    READERS,
+    REGISTERED,
+    BadRecord,
+    Document,
+    Unread,
+    ending,
+    find_files,
+    read_documents,
+    unread_files,
+)
 from components.data.special_tokens import AUTO
 from components.data.tokenizer import fingerprint, load_tokenizer, try_tokenizer
 from components.data.tokens import BLOCK_BYTES, JoinedTokens, Segment, TokenCache, Tokens, block_hash, token_dtype
@@ -75,6 +87,21 @@ class DataSpec:
     cache_bytes: ClassVar[float] = 256 << 20
     """Bytes of files that have one cache; a larger file has one for itself. A killed process loses no whole cache."""
 
+    keeps_tokens: ClassVar[bool] = True
+    """Whether a cache has the tokens. Without them, its index tells about files of tokens."""
+
+    def files(self) -> list[Path]:
+        """The data files of the path. Raises ConfigError as find_files does."""
+        return find_files(self.path, self.endings)
+
+    def unread(self) -> Unread | None:
+        """Files that look like data of this format and are not read. Raises ConfigError as find_files does."""
+        return unread_files(self.path, self.endings)
+
+    def parts(self, file: Path) -> list[Path]:
+        """The file, and files beside it that are read with it."""
+        return [file]
+
     def settings(self) -> tuple[str, ...]:
         """All that affects how documents become tokens, beside the files."""
         return (_FORMAT, self.text_field, str(self.skip_errors), fingerprint(self.tokenizer_path, self.separator))
@@ -101,6 +128,10 @@ class DataSpec:
     def open(self, folder: Path) -> TokenCache:
         return TokenCache(folder)
 
+    def segments(self, files: list[tuple[Path, Segment]]) -> list[Segment]:
+        """Where to read the tokens of each file, given where caches have it."""
+        return [cached for _, cached in files]
+
 
 def data_spec(training: Training, tokenizer_path: str, path: str | None = None) -> DataSpec:
     """The spec of the training data, or of data at another path. Raises ConfigError for an unknown dataset."""
@@ -124,7 +155,7 @@ def own_cache() -> Path:
 
 def is_made(spec: DataSpec, files: list[Path]) -> bool:
     """Whether all of these files are tokenized."""
-    return _find(spec, _contents(spec, files)) is not None
+    return _find(spec, files, _contents(spec, files)) is not None
 
 
 def prepare(spec: DataSpec, workers: int | None = None) -> Tokens:
@@ -133,13 +164,13 @@ def prepare(spec: DataSpec, workers: int | None = None) -> Tokens:
     Raises ConfigError if there is no data, a cache cannot be written, or a record is unreadable and not skipped.
     """
     try:
-        files = find_files(spec.path, spec.endings)
+        files = spec.files()
         contents = _contents(spec, files)
         # An existing cache is opened without a lock, because its disk may be read-only.
-        found = _find(spec, contents)
+        found = _find(spec, files, contents)
         if not found:
             _make(spec, files, contents, workers or cores())
-            found = _find(spec, contents)
+            found = _find(spec, files, contents)
         if not found:
             raise ConfigError(f"training data {spec.path}: no text in it")
         return found
@@ -148,24 +179,25 @@ def prepare(spec: DataSpec, workers: int | None = None) -> Tokens:
         raise ConfigError(f"training data {spec.path}, {where}: {error}") from error
 
 
-def _find(spec: DataSpec, contents: list[str]) -> Tokens | None:
-    """The tokens of the files with these contents; None if a file is in no cache."""
+def _find(spec: DataSpec, files: list[Path], contents: list[str]) -> Tokens | None:
+    """The tokens of the files, which have these contents; None if a file is in no cache."""
     key = _key(spec, contents)
     for parent in _parents(spec):
-        if (parent / key / "index.json").exists():
+        if spec.keeps_tokens and (parent / key / "index.json").exists():
             return spec.open(parent / key)
     known = _known(spec)
     if not known.keys() >= set(contents):
         return None
+    cached = zip(files, (known[content] for content in contents), strict=True)
     segments = list[Segment]()
-    for each in (known[content] for content in contents if known[content].tokens):
+    for each in spec.segments([(file, segment) for file, segment in cached if segment.tokens]):
         last = segments[-1] if segments else None
         if last and (last.path, last.first_token + last.tokens) == (each.path, each.first_token):
             tokens, documents = last.tokens + each.tokens, last.documents + each.documents
             segments[-1] = Segment(last.path, last.first_token, tokens, last.first_document, documents)
         else:
             segments.append(each)
-    return JoinedTokens(key, segments, spec.open(segments[0].path).vocab_size) if segments else None
+    return JoinedTokens(key, segments, segments[0].open(segments[0].path).vocab_size) if segments else None
 
 
 def _parents(spec: DataSpec) -> list[Path]:
@@ -183,8 +215,9 @@ def _known(spec: DataSpec) -> dict[str, Segment]:
             if index.get("how") != how:
                 continue
             tokens = documents = 0
-            for content, own_tokens, own_documents in index["files"]:
-                known[content] = Segment(file.parent, tokens, own_tokens, documents, own_documents)
+            for content, own_tokens, own_documents, *largest in index["files"]:
+                segment = Segment(file.parent, tokens, own_tokens, documents, own_documents, largest=(*largest,))
+                known[content] = segment
                 tokens, documents = tokens + own_tokens, documents + own_documents
     return known
 
@@ -243,7 +276,8 @@ def _build(
         if counts := index.pop("counts", None):
             own = [[content, *each] for content, each in zip(contents, counts, strict=True)]
             index |= {"how": how_tokenized(spec).hexdigest(), "files": own}
-        write_hashes(staging)
+        if spec.keeps_tokens:
+            write_hashes(staging)
         write_json(staging / "index.json", {"key": folder.name, **index, "sources": [str(file) for file in files]})
         shutil.rmtree(publish(staging, folder), ignore_errors=True)
     finally:
@@ -251,9 +285,10 @@ def _build(
 
 
 def _contents(spec: DataSpec, files: list[Path]) -> list[str]:
-    """Ending and hash of each file."""
-    hashes = hashes_of(spec.cache_folder, files, _whole)
-    return [f"{ending(file)}:{content}" for file, content in zip(files, hashes, strict=True)]
+    """Ending and hash of each file, with the hashes of the files beside it."""
+    parts = [spec.parts(file) for file in files]
+    hashes = iter(hashes_of(spec.cache_folder, [part for each in parts for part in each], _whole))
+    return [":".join([ending(each[0]), *islice(hashes, len(each))]) for each in parts]
 
 
 def _key(spec: DataSpec, contents: list[str]) -> str:

@@ -13,8 +13,9 @@ from components.data.mixture import Mixture, phases
 from components.data.packed import PackedSequences, StreamedSequences
 from components.data.rows import ChatCache, ChatRows, ChatSpec
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
+from components.data.token_files import TokenSpec, check_ids
 from components.data.tokenizer import check_tokenizer, load_tokenizer
-from components.data.tokens import Tokens
+from components.data.tokens import JoinedTokens, Tokens
 from components.launch.orphan import LAUNCHER_PIPE
 
 
@@ -43,15 +44,18 @@ def spec_of(config: JobConfig, path: str | None = None, source: int = 0) -> Data
     spec = data_spec(training, tokenizer, training.dataset if on_hub else path)
     if on_hub:
         spec = replace(spec, path=str(download_split(config, spec.cache_folder / "hub", source)))
+    if training.dataset_format == "tokens":
+        return TokenSpec(**vars(spec), token_dtype=training.token_dtype)
     return ChatSpec(**vars(spec), chat=config.chat) if training.dataset_format == "chat" else spec
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
     """(training sequences, validation sequences or None). Validation has separate data or a held-out part.
 
-    All ranks must call this function. Raises ConfigError in three cases:
+    All ranks must call this function. Raises ConfigError in four cases:
 
     - The tokenizer has more tokens than vocab_size, or lacks training.dataset_separator.
+    - A token file has an id of vocab_size or more.
     - There is not enough text.
     - The files on the nodes differ.
     """
@@ -80,13 +84,13 @@ def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedS
     if training.mixture:
         mixture, held = mixtures(config, vocab_size)
         own = validation.enable and validation.dataset_path
-        return mixture, _own_validation(config) if own else held
+        return mixture, _own_validation(config, vocab_size) if own else held
     cache = prepare(spec_of(config))
-    _check_vocabulary(config, cache.vocab_size, vocab_size)
+    _check_tokens(config, cache, vocab_size)
     if not validation.enable:
         return packed(config, cache, training.seq_len), None
     if validation.dataset_path:
-        return packed(config, cache, training.seq_len), _own_validation(config)
+        return packed(config, cache, training.seq_len), _own_validation(config, vocab_size)
     seq_len, held_out = validation.seq_len or training.seq_len, validation.held_out_fraction
     return (
         packed(config, cache, training.seq_len, "train", held_out),
@@ -101,7 +105,7 @@ def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | Non
     specs = [spec_of(config, source=number) for number in source_numbers(training)]
     caches = {source.name: prepare(spec) for source, spec in zip(training.mixture, specs, strict=True)}
     for cache in caches.values():
-        _check_vocabulary(config, cache.vocab_size, vocab_size)
+        _check_tokens(config, cache, vocab_size)
 
     def mixture(seq_len: int, *part: Any) -> Mixture:
         found = {}
@@ -136,17 +140,27 @@ def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, Pack
         spec = replace(spec, content=stream_spec(config).content)
     writer = start_writer(spec) if first_of_node else None
     train_set = StreamedSequences(StreamCache(spec, writer), config.training.seq_len)
-    return train_set, _own_validation(config) if config.validation.enable else None
+    return train_set, _own_validation(config, vocab_size) if config.validation.enable else None
 
 
-def _own_validation(config: JobConfig) -> PackedSequences:
+def _own_validation(config: JobConfig, vocab_size: int) -> PackedSequences:
     own = prepare(spec_of(config, config.validation.dataset_path))
+    _check_tokens(config, own, vocab_size)
     return packed(config, own, config.validation.seq_len or config.training.seq_len)
+
+
+def _check_tokens(config: JobConfig, tokens: Tokens, most: int) -> None:
+    for segment in tokens.segments if isinstance(tokens, JoinedTokens) else ():
+        check_ids(segment, most, f"{_table(config, most)} grows it")
+    _check_vocabulary(config, tokens.vocab_size, most)
 
 
 def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
     tokenizer = config.model.hf_assets_path, config.training.dataset_separator
     if found > most and (found := load_tokenizer(*tokenizer).rows) > most:
-        table = f"{config.model.name} {config.model.flavor} has a table of {most}; model.vocab_size = {found} grows it"
-        reason = f"{found} tokens, but {table}"
+        reason = f"{found} tokens, but {_table(config, most)} = {found} grows it"
         raise ConfigError(mistake(config, "model.hf_assets_path", reason))
+
+
+def _table(config: JobConfig, most: int) -> str:
+    return f"{config.model.name} {config.model.flavor} has a table of {most}; model.vocab_size"

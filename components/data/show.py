@@ -1,4 +1,4 @@
-"""`python -m components.data show`: a row of chats as it will be trained, and what the rows hold."""
+"""`python -m components.data show`: a row of chats as it will be trained, what all rows or token files hold."""
 
 import html
 import json
@@ -14,7 +14,9 @@ from components.data.cache import prepare
 from components.data.datasets import mixtures, packed, spec_of
 from components.data.loader import IGNORED, batch_of
 from components.data.rows import ChatRows
+from components.data.token_files import summary
 from components.data.tokenizer import Tokenizer, load_tokenizer
+from components.data.tokens import JoinedTokens
 from components.launch.settings import read_settings
 
 _TRAINED, _PLAIN, _DIM, _END = "\033[1;32m", "", "\033[2m", "\033[0m"
@@ -28,7 +30,8 @@ b {{ background: #cdeccd }} hr {{ border: 0; border-top: 1px solid #bbb }}</styl
 def rows_of(config: JobConfig) -> ChatRows:
     """The training rows of a job. Raises ConfigError if it does not train on chats."""
     if config.training.dataset_format != "chat":
-        raise ConfigError(mistake(config, "training.dataset_format", 'only rows of chats are shown; use "chat"'))
+        reason = 'only rows of chats and token files are shown; use "chat" or "tokens"'
+        raise ConfigError(mistake(config, "training.dataset_format", reason))
     held_out = config.validation.enable and not config.validation.dataset_path
     given = ("train", config.validation.held_out_fraction) if held_out else ()
     found = packed(config, prepare(spec_of(config)), config.training.seq_len, *given)
@@ -111,12 +114,25 @@ def shares(config: JobConfig, width: int = 40) -> list[str]:
     return lines
 
 
+def token_files(config: JobConfig) -> list[str]:
+    """Lines about token files: what was found, and how the first document begins."""
+    tokens, tokenizer = prepare(spec_of(config)), load_tokenizer(config.model.hf_assets_path)
+    assert isinstance(tokens, JoinedTokens)
+    first = tokens.tokens_at(np.arange(min(32, tokens.num_tokens))[None])[0].tolist()
+    return [summary(tokens.segments), f"the first tokens as text: {tokenizer.decode(first)!r}"]
+
+
 def show(config: JobConfig, number: int | None, as_json: bool, page: Path | None, stats: bool) -> None:
-    """Print a row, or write it as a page, or print what all rows hold; of a mixture print the shares."""
-    if config.training.mixture:
+    """Print a row, or write it as a page, or print what all rows hold.
+
+    For a mixture print the shares, and for token files what was found.
+    """
+    is_mixture = bool(config.training.mixture)
+    if is_mixture or config.training.dataset_format == "tokens":
         if number is not None or as_json or page or stats:
-            raise ConfigError("show prints the shares of a mixture: leave out --row, --json, --html and --stats")
-        print(*shares(config), sep="\n")
+            what = "the shares of a mixture" if is_mixture else "what is in token files"
+            raise ConfigError(f"show prints {what}: leave out --row, --json, --html and --stats")
+        print(*(shares if is_mixture else token_files)(config), sep="\n")
         return
     rows, tokenizer = rows_of(config), load_tokenizer(config.model.hf_assets_path)
     if stats:

@@ -60,7 +60,8 @@ def unread_files(path: str, endings: Collection[str] = ()) -> "Unread | None":
 def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | None"]:
     given, endings = Path(path), endings or READERS
     plain = ", ".join(sorted(end for end in endings if end.count(".") == 1))
-    known = f"{plain}, also compressed ({', '.join(COMPRESSED)})"
+    compressed = f", also compressed ({', '.join(COMPRESSED)})" if any(end.count(".") > 1 for end in endings) else ""
+    known = plain + compressed
     try:
         if given.is_file():
             found = [given]
@@ -140,6 +141,7 @@ def unread(
 _REMEDIES = {
     "decompress {}": ".gz .tgz .zst .bz2 .xz .lz4 .zip .7z .rar .tar",
     "convert {} to .jsonl or .parquet": ".orc .avro .h5 .hdf5 .xls .xlsx",
+    'read {} with training.dataset_format = "tokens"': ".bin .npy",
     "save {} as .txt": ".rst .htm .html .xml .tex .pdf .epub .doc .docx .odt .rtf",
 }
 """Remedy -> endings of data without a reader."""
@@ -165,7 +167,8 @@ def _remedies(files: Iterable[Path], endings: Collection[str]) -> str:
         if ending(file) in endings:
             remedy = "name {} by a glob, for it is not read beside .txt, .jsonl, .parquet or a copy of itself"
         elif ending(file) in READERS:
-            remedy = "write {} as .jsonl, one object a line"
+            as_text = 'read {} with training.dataset_format = "text"'
+            remedy = "write {} as .jsonl, one object a line" if ".jsonl" in endings else as_text
         else:
             remedy = _REMEDY.get(file.suffix.lower(), "let {} end in .txt or .jsonl")
         found.setdefault(remedy, set()).add(ending(file) or file.name)

@@ -131,6 +131,8 @@ class Segment:
     first_document: int
     documents: int
     open: Callable[[Path], Tokens] = TokenCache
+    largest: tuple[int, ...] = ()
+    """Largest id of a token file and the place of this token; empty for text."""
 
 
 class JoinedTokens(Tokens):
