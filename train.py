@@ -279,7 +279,7 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
             at_step_end(run.step)
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
-    checkpointer.wait()
+    checkpointer.close()
     if code:
         saved = config.checkpoint.enable and not config.checkpoint.load_only
         print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saved else 'not saved'}")
@@ -310,7 +310,7 @@ def main(config: JobConfig) -> int:
             export_run(absolute_tables(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
         return code
     except SystemExit:  # on every rank at the same step
-        checkpointer.wait()
+        checkpointer.close()
         raise
     finally:
         metrics.close()

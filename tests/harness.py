@@ -191,6 +191,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     dynamics = run.dynamics.tables() if run.dynamics.sampled else {}
     if case.folder:
         checkpointer.save(run.step, run.state())
+        checkpointer.close()
     everything = gather((train.batch_rank(run.mesh), seen, norms))
     if case.routing:
         routing.flips = sum(gather(routing.flips))

@@ -234,6 +234,8 @@ CONTRADICTIONS = [
     ),
     ("--checkpoint.load_step 20", "checkpoint.load_step"),
     ("--checkpoint.load_only", "checkpoint.load_only"),
+    ("--checkpoint.remote s3://bucket/run", "checkpoint.remote"),
+    ("--checkpoint.remote_timeout_seconds 9", "checkpoint.remote_timeout_seconds"),
     ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.folder hugging_face/x", "checkpoint.folder"),
     (

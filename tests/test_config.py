@@ -145,6 +145,8 @@ def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -
 PATHS = sorted(
     key for key, annotation in FIELDS.items() if load._is_path(annotation) and key.rpartition(".")[0] not in ARRAYS
 )
+DATA = ("training.dataset_path", "validation.dataset_path")
+"""Paths that may also be URLs of stores."""
 NEEDED = ["--lora.rank", "4", "--training.dataset_format", "chat", "--training.dataset_path", "x"]
 """What some paths need: adapters, or chats."""
 
@@ -165,8 +167,7 @@ def test_a_path_is_one_of_this_machine(key: str, tmp_path: Path, monkeypatch: py
     config: Any = load_config([*NEEDED, f"--{key}", "~/x"])
     assert functools.reduce(getattr, [*table.split("."), name], config) == f"{tmp_path}/x"
     for path, reason in {
-        "s3://bucket/x": "a URL; expected a path of this machine",
-        "file:///x": "a URL; expected a path of this machine",
+        "ftp://bucket/x": "expected a URL that begins with s3://" if key in DATA else "a URL; expected a path of this",
         "~nobody-of-this-name/x": "no home folder of this user",
         "$HOME/x": "variables are not expanded here",
         "/data/${USER}_runs/x": "variables are not expanded here",

@@ -195,7 +195,7 @@ def test_checking_the_environment_is_quick_and_compares_versions(monkeypatch: py
     assert code == 0
     assert children_seconds() - before < 0.5  # 0.09 s on an idle machine
     installed = {"torch": "2.10.1", "tyro": "1.0.17", "numpy": "1.26"}
-    monkeypatch.setattr(environment.metadata, "version", lambda name: installed.get(name, "999"))
+    monkeypatch.setattr(environment.metadata, "version", lambda name: installed.get(name, "9999"))
     assert environment.missing([]) == ["torch>=2.13"]
     installed["torch"] = "2.14.0a0+git123"
     assert environment.missing([]) == []

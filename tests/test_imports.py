@@ -28,6 +28,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
             "components.launch",
             "components.data.tokenizer",
             "components.data.chats",
+            "components.data.store",
             "components.optim.counter_hash",
         ),
         *("models.hugging_face", "models.nf4", "models.parameters", "models.random_bits", *LAYOUT),

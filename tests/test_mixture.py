@@ -249,7 +249,7 @@ def test_arrays_of_tables_are_read_and_every_mistake_has_its_line(
             "",
             'training.mixture = (2 tables): source "songs": set either dataset_path, or dataset',
         ),
-        ('"~/songs"', '"s3://b/x"', ":10: training.mixture[2].dataset_path = "),
+        ('"~/songs"', '"ftp://b/x"', ":10: training.mixture[2].dataset_path = "),
         (
             "law = 0.4",
             "low = 0.4",

@@ -8,24 +8,28 @@ import errno
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
 from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
 from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
+from components.config.bounds import is_url
 from components.config.files import writable
 from components.data.cache import is_made
 from components.data.datasets import of_source, source_numbers, spec_of
 from components.data.hub import hub_place, is_of_hub
+from components.data.remote import list_data, remote_data
 from components.data.sources import BadRecord, Unread, is_compressed
+from components.data.store import Store, within
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, try_tokenizer
 from components.launch.exit_codes import ExitCode
@@ -91,13 +95,25 @@ def tokenizer(job: Job) -> str:
 def data(job: Job) -> str:
     """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
     training, validation = job.config.training, job.config.validation
+    said = [_in_store(job, key, *given) for key, given in remote_data(job.config).items()]
     own = validation.dataset_path if validation.enable else None
-    said = [_own(job, own)] if own else []
-    if is_stream(training):
+    said += [_own(job, own)] if own and not is_url(own) else []
+    if is_stream(training) and not is_url(training.dataset_path):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
         return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
-    return "; ".join([*(_own(job, source=number) for number in source_numbers(training)), *said])
+    here = [number for number in source_numbers(training) if not is_url(of_source(training, number).dataset_path)]
+    return "; ".join([*(_own(job, source=number) for number in here), *said])
+
+
+def _in_store(job: Job, key: str, url: str, endings: Collection[str]) -> str:
+    """About data in a store, which are listed and not copied."""
+    try:
+        listed = list_data(url, endings)
+        left = _not_read(listed.left)
+    except ConfigError as error:
+        raise ConfigError(mistake(job.config, key, str(error))) from None
+    return "; ".join([f"the start copies {len(listed.files):,} files, {listed.size / _GIB:.3f} GiB of {url}", *left])
 
 
 def _own(job: Job, path: str | None = None, source: int = 0) -> str:
@@ -147,6 +163,28 @@ def initial_weights(job: Job) -> str:
 
         return path + left_out(meta_model(job.config.model), Path(path))
     return path
+
+
+def storage(job: Job) -> str:
+    """checkpoint.remote can be listed, written and cleared."""
+    url, name = job.config.checkpoint.remote, f".check-{secrets.token_hex(4)}"
+    if not url:
+        return "no store"
+    store = Store(url)
+
+    def ask() -> int:
+        steps = {file.partition("/")[0] for file in store.files() if file.endswith("/manifest.json")}
+        if not job.config.checkpoint.load_only:
+            store.write(name, b"x")
+            store.remove(name)
+        return len(steps)
+
+    try:
+        steps = within(ask)
+    except OSError as error:
+        raise ConfigError(mistake(job.config, "checkpoint.remote", str(error.strerror))) from None
+    written = "" if job.config.checkpoint.load_only else "; a small file was written there"
+    return f"{steps:,} checkpoints in {url}{written}"
 
 
 def disk(job: Job) -> str:
@@ -241,6 +279,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "tokenizer": tokenizer,
     "data": data,
     "initial weights": initial_weights,
+    "storage": storage,
     "disk": disk,
     "memory": memory,
     "port": port,

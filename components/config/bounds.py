@@ -1,6 +1,9 @@
 """Types of bounded values, which keys.py describes in words. Every value within its bounds is safe to compute with."""
 
 import argparse
+import difflib
+import glob
+import importlib.util
 import math
 import os
 import re
@@ -25,7 +28,7 @@ def local_path(path: str) -> str:
 
     Raises PathError if it is a URL, has a user or a variable that is not expanded, or is not accessible.
     """
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+    if is_url(path):
         raise PathError("a URL; expected a path of this machine: mount the store, or copy its files")
     expanded = os.path.expanduser(path)
     if expanded.startswith("~"):
@@ -40,6 +43,66 @@ def local_path(path: str) -> str:
     except OSError as error:
         raise PathError(error.strerror) from None
     return expanded
+
+
+DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "file": "fsspec"}
+"""Scheme of a store's URL -> the module that fsspec needs for it."""
+_OTHER_SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "wasb": "az", "huggingface": "hf"}
+
+
+def is_url(value: object) -> bool:
+    return isinstance(value, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", value) is not None
+
+
+def store_url(url: str) -> str:
+    """Returns the URL of a file or folder in a store, without slashes at its end.
+
+    Raises PathError for an unknown scheme, credentials in the URL, a missing driver, or a URL without a bucket.
+    """
+    scheme, _, rest = url.partition("://")
+    if not is_url(url) or scheme not in DRIVERS:
+        near = difflib.get_close_matches(scheme.lower() if is_url(url) else "", [*DRIVERS, *_OTHER_SCHEMES], 1, 0.5)
+        hint = f"; did you mean {_OTHER_SCHEMES.get(near[0], near[0])}://?" if near else ""
+        raise PathError(f"expected a URL that begins with {', '.join(f'{name}://' for name in DRIVERS)}{hint}")
+    if redacted(url) != url:
+        raise PathError("credentials in a URL would reach logs and run.json; give them to the driver's environment")
+    is_named = rest.strip("/") and url.isprintable() and not {".", ".."} & {*rest.split("/")}
+    if not is_named or (scheme == "file") != rest.startswith("/"):
+        form = "file:///folder" if scheme == "file" else f"{scheme}://bucket/folder"
+        raise PathError(f"expected {form}, without . and .. as names of folders")
+    if importlib.util.find_spec(DRIVERS[scheme]) is None:
+        raise PathError(f"{scheme}:// needs the package {DRIVERS[scheme]}: pip install {DRIVERS[scheme]}")
+    return url.rstrip("/")
+
+
+def path_or_url(value: str) -> str:
+    """local_path, or store_url for a URL."""
+    return store_url(value) if is_url(value) else local_path(value)
+
+
+def no_store_or_url(value: str) -> str:
+    """store_url, or the empty string. Raises PathError also for a glob."""
+    url = value and store_url(value)
+    if glob.has_magic(url):
+        raise PathError("expected a folder of a store, not a glob")
+    return url
+
+
+def redacted(text: str) -> str:
+    """The text with *** instead of credentials in URLs: user, password and the parameters of a query."""
+    for pattern, left in _CREDENTIALS:
+        text = re.sub(pattern, left, text)
+    return text
+
+
+_PORT = r"(?!\d+(?:[/\s\"']|$))"
+_CREDENTIALS = (
+    (rf"(://)[^/@:\s]*:{_PORT}[^\s\"']*@", r"\1***@"),  # a password may have slashes
+    (rf"(://[^/@:\s]*):{_PORT}[^/\s\"']+", r"\1:***"),
+    (r"(://)[^/@\s]*@(?![^/\s]*\.windows\.net)", r"\1***@"),  # az://container@account.dfs.core.windows.net
+    (r"(://[^?\s]*\?)[\w.~%-]+=[^\s\"']*", r"\1***"),
+)
+"""(pattern of credentials in a URL, what replaces it)."""
 
 
 def path_argument(word: str) -> Path:
@@ -72,6 +135,11 @@ Name = Annotated[str, MinLen(1)]
 PATH = AfterValidator(local_path)
 PathName = Annotated[str, MinLen(1), PATH]
 """A path; relative to the current folder."""
+PATH_OR_URL = AfterValidator(path_or_url)
+DataPath = Annotated[str, MinLen(1), PATH_OR_URL]
+"""A path, relative to the current folder, or the URL of data in a store."""
+StoreFolder = Annotated[str, AfterValidator(no_store_or_url)]
+"""The URL of a folder in a store, or empty."""
 INSIDE = "inside job.dump_folder"
 FolderName = Annotated[str, MinLen(1), PATH, INSIDE]
 """A folder inside job.dump_folder; relative to it, so that the dump folder can be moved."""

@@ -320,6 +320,8 @@ CONTRADICTIONS = [
         for key, default, needed, reason in (
             ("load_step", -1, "enable", _NOT_LOADED),
             ("load_only", False, "enable", _NOT_LOADED),
+            ("remote", "", "enable", "needs checkpoint.enable = true: without, there are no checkpoints"),
+            ("remote_timeout_seconds", 120, "remote", "needs checkpoint.remote"),
             ("initial_load_in_hf", False, "initial_load_path", "needs checkpoint.initial_load_path"),
             ("initial_load_model_only", True, "initial_load_path", "needs checkpoint.initial_load_path"),
         )

@@ -8,15 +8,18 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from components.config.bounds import redacted
 from components.config.names import RENAMED, UNAVAILABLE
 from components.config.tables import JobConfig
 
 
 class ConfigError(Exception):
-    """A user's mistake, which is shown without a traceback; exit code 2."""
+    """A user's mistake, which is shown without a traceback, and without credentials of URLs; exit code 2."""
 
     def __init__(self, messages: str | list[str]) -> None:
-        self.messages = [short(message, 2000) for message in ([messages] if isinstance(messages, str) else messages)]
+        self.messages = [
+            short(redacted(message), 2000) for message in ([messages] if isinstance(messages, str) else messages)
+        ]
         super().__init__("\n".join(self.messages))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pydantic
 
 from components.config import names
-from components.config.bounds import INSIDE, PATH
+from components.config.bounds import INSIDE, PATH, PATH_OR_URL, is_url
 from components.config.contradictions import CONTRADICTIONS
 from components.config.keys import (
     ARRAYS,
@@ -114,7 +114,8 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
         *names, last = key.split(".")
         found = functools.reduce(dict.__getitem__, names, tables)
         for table in found if isinstance(found, list) else [found]:
-            if _is_path(annotation) and table[last] and (key, table[last]) != ("chat.template", OF_TOKENIZER):
+            is_local = table[last] and not is_url(table[last]) and (key, table[last]) != ("chat.template", OF_TOKENIZER)
+            if _is_path(annotation) and is_local:
                 table[last] = str(_absolute(key, table[last]))
     return tables
 
@@ -137,7 +138,7 @@ def _is_path(annotation: Any) -> bool:
     metadata = getattr(annotation, "__metadata__", ())
     if INSIDE in metadata:
         return False
-    return PATH in metadata or any(_is_path(member) for member in typing.get_args(annotation))
+    return bool({PATH, PATH_OR_URL} & {*metadata}) or any(_is_path(member) for member in typing.get_args(annotation))
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
 from components.config.bounds import (
+    DataPath,
     Fraction,
     Name,
     NonNegative,
@@ -50,7 +51,7 @@ class Source:
     """Names the source in phases and messages, and seeds the order of its sequences."""
     dataset: str = ""
     """A dataset of the Hugging Face hub, downloaded before the run: "org/name", "org/name:config@revision"."""
-    dataset_path: PathName | None = None
+    dataset_path: DataPath | None = None
     """As training.dataset_path. A source has either dataset or dataset_path."""
     dataset_text_field: str = ""
     """Field or column that holds the text. Empty: training.dataset_text_field."""
@@ -79,9 +80,10 @@ class Training:
     dataset: Name = "kjv"
     """kjv (bundled), or a dataset of the Hugging Face hub, whose split train is streamed: c4, "org/name",
     "org/name:config", "org/name:config@revision". Ignored if dataset_path or mixture is set."""
-    dataset_path: PathName | None = None
+    dataset_path: DataPath | None = None
     """Local data: a file of text, JSON, CSV, parquet or Arrow (docs/data.md), or of another dataset_format, or a folder
-    or glob of such files."""
+    or glob of such files. Or such data in a store (docs/storage.md), as "s3://bucket/folder": a start copies them into
+    dataset_cache."""
     mixture: list[Source] = field(default_factory=list)
     """Several datasets instead of one, in exact shares."""
     mixture_temperature: Annotated[float, Ge(1), Le(1000)] | None = None
@@ -287,7 +289,7 @@ class Validation:
 
     enable: bool = False
     """Validate. Part of the training data is held out, unless validation.dataset_path is set."""
-    dataset_path: PathName | None = None
+    dataset_path: DataPath | None = None
     """Separate validation data, in the same forms as training.dataset_path."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Fraction of the training data's tokens that is held out, in blocks spread over the text."""

@@ -11,6 +11,7 @@ from components.config.bounds import path_argument
 from components.data.cache import prepare
 from components.data.datasets import source_numbers, spec_of
 from components.data.hub import fetch, is_of_hub
+from components.data.remote import localize
 from components.data.show import show
 from components.data.sources import Unread
 from components.data.stream import check_stream, is_stream
@@ -22,8 +23,9 @@ def prepare_all(config: JobConfig) -> JobConfig:
     """Makes missing token caches of training and validation data; checks the first document of a stream.
 
     Prints warnings about the tokenizer, and about files that look like data and are not read. Returns the job, with the
-    folder of data that were downloaded as its training.dataset_path, so that ranks need no network.
+    paths of data that were downloaded instead of URLs and names of the hub, so that ranks need no network.
     """
+    config = localize(config)
     _warn(*check_tokenizer(config))
     validation, streamed = config.validation, is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
@@ -70,7 +72,7 @@ def main(argv: list[str]) -> None:
     if given.command == "prepare":
         prepare_all(load_config(rest))
     elif given.command == "show":
-        show(load_config(rest), given.row, given.json, given.html, given.stats)
+        show(localize(load_config(rest)), given.row, given.json, given.html, given.stats)
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     else:

@@ -11,6 +11,7 @@ from components.data.cache import DataSpec, data_spec, prepare
 from components.data.hub import download_split, is_of_hub
 from components.data.mixture import Mixture, phases
 from components.data.packed import PackedSequences, StreamedSequences
+from components.data.remote import localize
 from components.data.rows import ChatCache, ChatRows, ChatSpec
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
 from components.data.token_files import TokenSpec, check_ids
@@ -66,7 +67,7 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
     warnings = check_tokenizer(config)
     if LAUNCHER_PIPE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has printed them
         print(*(f"warning: {warning}" for warning in warnings), sep="\n", end="\n" * bool(warnings), file=sys.stderr)
-    built = _build(config, vocab_size)
+    built = _build(localize(config), vocab_size)  # a launcher has localized the job already
     if dist.is_initialized():
         found = gather([(part.key, part.content) for part in built if part is not None])
         if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:

@@ -74,8 +74,8 @@ def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | No
             found = [file for file in _matches(str(given)) if file.is_file()]
             if not found and not glob.has_magic(str(given)):
                 raise ConfigError(f"training data {path}: no such file or folder")
-        readable = [file for file in found if ending(file) in endings and (file == given or _is_data(file))]
-        full = _chosen([file for file in readable if file.stat().st_size], endings)
+        readable = [file for file in found if ending(file) in endings and (file == given or is_data(file))]
+        full = chosen([file for file in readable if file.stat().st_size], endings)
         others = unread(found, full, endings=endings)
     except OSError as error:
         raise ConfigError(f"training data {path}: {error}") from None
@@ -89,7 +89,7 @@ def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | No
     return full, others
 
 
-def _chosen(files: list[Path], endings: Collection[str]) -> list[Path]:
+def chosen(files: list[Path], endings: Collection[str]) -> list[Path]:
     """The sorted files that are read: those of _FIRST if there are any, and only one of a file and its compressions."""
     first = _FIRST if ".txt" in endings else _FIRST | {".json"}  # .json is always read for chats
     files = [file for file in files if ending(file) in first] or files
@@ -128,7 +128,7 @@ def unread(
     endings: the endings of data files, for remedies; default: none.
     """
     read = set(read)
-    others = [file for file in sorted(set(found) - read) if _is_data(file)]
+    others = [file for file in sorted(set(found) - read) if is_data(file)]
     if not others:
         return None
     sizes = {real_path(file): file.stat().st_size for file in read}
@@ -136,6 +136,14 @@ def unread(
     if not left:
         return None
     return Unread([*left], sum(left.values()), sum(sizes.values()), remedy or _remedies(left, endings))
+
+
+def unread_sizes(sizes: dict[str, int], read: Collection[str], endings: Collection[str]) -> Unread | None:
+    """As unread, for files that are not on this machine: sizes by name, and the names of those that are read."""
+    left = {Path(name): size for name, size in sorted(sizes.items()) if size and name not in read}
+    left = {file: size for file, size in left.items() if is_data(file)}
+    read_bytes = sum(sizes[name] for name in read)
+    return Unread([*left], sum(left.values()), read_bytes, _remedies(left, endings)) if left else None
 
 
 _REMEDIES = {
@@ -153,7 +161,7 @@ _NO_DATA = re.compile(
 """Names of files that describe data or belong to a model: README.md, LICENSE, tokenizer.json."""
 
 
-def _is_data(file: Path) -> bool:
+def is_data(file: Path) -> bool:
     """Whether a file looks like data. A shard of data may have no ending, or a number as its ending."""
     end = ending(file)
     is_shard = not end or end[1:].isdigit()
@@ -212,16 +220,16 @@ def _matches(pattern: str) -> Iterator[Path]:
     first = parts.index("**")
     tail = (*parts[first:], "*") if parts[-1] == "**" else parts[first:]
     for folder in glob.glob(str(Path(*parts[:first]))):
-        yield from (file for file in walk(Path(folder)) if _covers(tail, file.relative_to(folder).parts))
+        yield from (file for file in walk(Path(folder)) if covers(tail, file.relative_to(folder).parts))
 
 
-def _covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
+def covers(pattern: tuple[str, ...], parts: tuple[str, ...]) -> bool:
     """Whether the pattern matches the path, compared part by part; ** matches any number of folders."""
     if not pattern:
         return not parts
     if pattern[0] == "**":
-        return any(_covers(pattern[1:], parts[skipped:]) for skipped in range(len(parts) + 1))
-    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and _covers(pattern[1:], parts[1:])
+        return any(covers(pattern[1:], parts[skipped:]) for skipped in range(len(parts) + 1))
+    return bool(parts) and fnmatchcase(parts[0], pattern[0]) and covers(pattern[1:], parts[1:])
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord]:

@@ -11,10 +11,12 @@ publish anything after a restart. Loading executes no pickle: torch's .metadata,
 that knows only the classes of a checkpoint's table of contents.
 """
 
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,11 +29,26 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from components.config import Checkpoint, ConfigError
-from components.config.files import REPLACED, STAGING, digest, publish, write_json
+from components.config.files import REPLACED, STAGING, digest, patiently, publish, write_json
 from components.launch.signals import Agreement
-from components.state.choice import ABANDONED, DAMAGED, Choice, beyond, choose, put_aside
+from components.state.choice import ABANDONED, DAMAGED, Choice, choose, put_aside
 from components.state.copies import HostCopies
-from components.state.folder import VERSION, Branch, Saved, check_state, fault, names_in, peek, saved_in, unusable
+from components.state.folder import (
+    VERSION,
+    Branch,
+    Copy,
+    Fault,
+    Saved,
+    beyond,
+    check_state,
+    fault,
+    names_in,
+    peek,
+    saved_in,
+    surplus,
+    unusable,
+)
+from components.state.remote import Remote
 from components.state.tensors import fill_copies, load_tensors
 from components.state.torchtitan import is_foreign, load_torchtitan
 from components.state.weights import left_out, load_weights
@@ -42,6 +59,8 @@ from parallelize.together import read_together, together
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
+_MOST_SPARED = 3
+"""Checkpoints beyond keep_latest_k that stay while they are copied to checkpoint.remote."""
 
 
 class Checkpointer:
@@ -57,6 +76,11 @@ class Checkpointer:
         self._copies = HostCopies()
         self._pending: Future[None] | None = None
         self._all_done = Agreement(dist.ReduceOp.MIN)
+        self.remote: Remote | None = None
+        self.leads = dist.get_rank() == 0
+        """Whether this rank publishes checkpoints in the folder that it sees."""
+        if config.remote:
+            self._join_remote()
         self.branch = Branch()
         self.adapted = any(getattr(stage, "adapted", False) for stage in stages)
         self.adapter_scale = max(getattr(stage, "adapter_scale", 0.0) for stage in stages)
@@ -64,6 +88,28 @@ class Checkpointer:
         """Hash of the base's weights, because checkpoints of adapters lack these weights; empty without adapters."""
         self.excluded: frozenset[str] = frozenset(config.exclude_from_loading)
         """Parts that this start does not load: those of exclude_from_loading that no earlier start has left out."""
+
+    def _join_remote(self) -> None:
+        """Number the nodes that have folders of their own: the first rank of each writes there, and copies it.
+
+        Raises ConfigError if a shared folder is needed.
+        """
+        seen = self.folder.with_name(f".{self.folder.name}-{self._together(secrets.token_hex, first_only=True)[0]}")
+        self._together(partial(_touch, seen), first_only=True)
+        alone = not self._together(partial(_sees, seen))[dist.get_rank()] and os.environ.get("LOCAL_RANK", "0") == "0"
+        firsts = [rank for rank, first in enumerate(self._together(lambda: alone or dist.get_rank() == 0)) if first]
+        self._together(partial(seen.unlink, missing_ok=True), first_only=True)
+        self.leads = dist.get_rank() in firsts
+        node = firsts.index(dist.get_rank()) if self.leads else 0
+        if len(firsts) > 1 and self.config.last_save_in_hf:
+            reason = f"{len(firsts)} nodes have a {self.folder} of their own; an export needs one that they share"
+            raise ConfigError(f"checkpoint.last_save_in_hf = true: {reason}")
+        self.remote = Remote(self.folder, self.config, node, len(firsts))
+
+    @property
+    def apart(self) -> bool:
+        """Whether nodes have folders of their own, each with the files of its ranks."""
+        return self.remote is not None and self.remote.nodes > 1
 
     def save(self, step: int, state: dict[str, Any], model_only: bool = False, prune: bool = True) -> None:
         """Write step-<step>, publish it, and remove checkpoints beyond keep_latest_k.
@@ -92,6 +138,12 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Wait until all is published, and at most remote_timeout_seconds for copies in the store. Raises as save."""
+        self.wait()
+        if self.remote:
+            self._by_firsts(self.remote.finish)
+
     def poll(self) -> None:
         """Raise a background save's error on every rank at the same step. Called each step; never waits."""
         if self._pending is None:
@@ -104,15 +156,56 @@ class Checkpointer:
 
         Raises ConfigError as choose does, or if the tensors do not fit the model.
         """
-        read_together(self._tidy, first_only=True)
-        choice = choose(self.folder, self.config)
+        read_together(lambda: self._tidy() if self.leads else None)
+        copies = self._offered()
+        choice = choose(self.folder, self.config, copies, self._bring, self.apart)
+        if copies and choice.base and choice.base.order != (newest := max(copy.order for copy in copies)):
+            choice.said.append(
+                f"step-{choice.base.step} is taken: the newest in {self.config.remote} is step-{newest[1]}"
+            )
         for line in choice.said:
             print_on_rank_0(line)
         self.branch, self.excluded = choice.branch, choice.excluded
         state = self.load_folder(choice.base) if choice.base else None
         if not self.config.load_only:
-            self._together(partial(_settle, choice), first_only=True)
+            self._by_firsts(partial(_settle, choice))
+            if self.remote and self.leads:
+                self.remote.wake()
         return state
+
+    def _offered(self) -> list[Copy]:
+        """The whole checkpoints in the store. If the store does not answer, none, and a run with local ones goes on.
+
+        Raises ConfigError if the store does not answer and no checkpoint is here: the run may have been saved there.
+        """
+        remote = self.remote
+        if remote is None:
+            return []
+        if self.apart:  # nodes bring together what each of them has, and then node 0 writes the manifest
+            for first_only in (False, True):
+                read_together(lambda: remote.sync(newest_only=True) if self.leads else None, first_only)
+        try:
+            copies, said = self._together(remote.offered, first_only=True)[0]
+        except OSError as error:
+            here = read_together(lambda: saved_in(self.folder), first_only=True)[0]
+            if self.apart or not here:
+                reason = f"{error}; the run may have been saved there, and no checkpoint is here"
+                remedy = "start again when the store answers, or remove the key to begin anew"
+                raise ConfigError(f"checkpoint.remote: {reason}: {remedy}") from None
+            print_on_rank_0(f"checkpoint.remote: {error}; the checkpoints of {self.folder} are taken")
+            return []
+        for line in said:
+            print_on_rank_0(line)
+        return copies
+
+    def _bring(self, copy: Copy) -> Fault | None:
+        assert self.remote
+        remote = self.remote
+        faults = read_together(lambda: remote.bring(copy) if self.leads else None)
+        reason = next(filter(None, faults), None)
+        if reason is None:
+            print_on_rank_0(f"{copy.folder.name} was taken from {remote.store.url}")
+        return reason
 
     def load_initial(self) -> dict[str, Any] | None:
         """Start from checkpoint.initial_load_path; returns its state; None if only weights, or nothing, is loaded.
@@ -200,6 +293,10 @@ class Checkpointer:
                 assert not missing, f"{name} is trained, and the optimizer keeps nothing of it"
                 yield from ((f"optimizer.{name}.{key}", state, key) for key in state if state[key] is not None)
 
+    def _by_firsts(self, action: Callable[[], Any]) -> list:
+        """Together, on the first rank of each folder."""
+        return self._together(lambda: action() if self.leads else None)
+
     def _together(self, action: Callable[[], Any], first_only: bool = False) -> list:
         return together(action, first_only, self._group)
 
@@ -207,43 +304,53 @@ class Checkpointer:
         """All of a save except for the copy; runs in the background with async_mode = "async"."""
         name, staging = f"step-{state['step']}", None
         try:
-            staging = self._together(self._prepare, first_only=True)[0]
+            token = self._together(partial(secrets.token_hex, 4), first_only=True)[0]
+            staging = self.folder / f"{STAGING}{token}"  # a new name: a writer from before a restart cannot disturb it
+            self._by_firsts(partial(self._prepare, staging))
             parts = self._together(lambda: self._write(staging, tensors))
             files = {file: digest for part in parts for file, digest in part.items()}
-            self._together(lambda: self._publish(staging, self.folder / name, files, state), first_only=True)
+            heads = self._together(lambda: self._write_heads(staging, files, state), first_only=True)[0]
+            self._by_firsts(lambda: self._publish(staging, self.folder / name, heads, state))
         except OSError as error:
-            if staging and dist.get_rank() == 0:
+            if staging and self.leads:
                 shutil.rmtree(staging, ignore_errors=True)
             raise OSError(f"{self.folder / name} could not be saved: {error}") from error
 
-    def _prepare(self) -> Path:
-        """A staging folder with a new name, so that a writer from before a restart cannot disturb it."""
+    def _prepare(self, staging: Path) -> None:
         self._tidy()
-        staging = self.folder / f"{STAGING}{secrets.token_hex(4)}"
         staging.mkdir(parents=True)
-        return staging
 
     def _write(self, staging: Path, tensors: dict[str, Tensor]) -> dict[str, list]:
         """Write this rank's part; returns file name -> size and hash."""
         dcp.save(tensors, storage_writer=_Writer(staging), process_group=self._group)
         return {path.name: digest(path) for path in staging.glob(f"__{dist.get_rank()}_*")}
 
-    def _publish(self, staging: Path, target: Path, files: dict[str, list], state: dict[str, Any]) -> None:
-        """Make the staged files durable, then publish them by one rename."""
+    def _write_heads(self, staging: Path, files: dict[str, list], state: dict[str, Any]) -> dict[str, bytes]:
+        """Write state.json and the manifest; returns what other nodes need of them and of .metadata."""
         write_json(staging / "state.json", state)
         files |= {name: digest(staging / name) for name in (".metadata", "state.json")}
         write_json(staging / "manifest.json", files)
-        if reason := fault(staging, hashes=False):
-            raise OSError(f"{reason}; do all ranks see the same folder?")
-        publish(staging, target)  # torch syncs its files too, but flushes .metadata after its fsync
-        try:
-            self._clean_up(target, prune=not state["in_doubt"])
-        except (OSError, ConfigError) as error:
-            print_on_rank_0(
-                f"{target} is saved; nothing older was put aside or pruned, since it cannot be read: {error}"
-            )
+        names = (".metadata", "state.json", "manifest.json") if self.apart else ()
+        return {name: (staging / name).read_bytes() for name in names}
 
-    def _clean_up(self, just_saved: Path, prune: bool) -> None:
+    def _publish(self, staging: Path, target: Path, heads: dict[str, bytes], state: dict[str, Any]) -> None:
+        """Make the staged files durable, then publish them by one rename."""
+        for name, content in heads.items():
+            (staging / name).write_bytes(content)
+        if reason := fault(staging, hashes=False, parts=self.apart):
+            raise OSError(f"{reason}; do all ranks see the same folder?")
+        with self.remote.lock if self.remote else nullcontext():
+            publish(staging, target)  # torch syncs its files too, but flushes .metadata after its fsync
+            try:
+                self._clean_up(Saved(state["step"], target, state), prune=not state["in_doubt"])
+            except (OSError, ConfigError) as error:
+                print_on_rank_0(
+                    f"{target} is saved; nothing older was put aside or pruned, since it cannot be read: {error}"
+                )
+        if self.remote:
+            self.remote.wake()
+
+    def _clean_up(self, just_saved: Saved, prune: bool) -> None:
         """Put aside checkpoints of older branches with steps after the start of this branch; then prune."""
         self._tidy()
         for saved in beyond(self.branch, saved_in(self.folder)):
@@ -251,14 +358,14 @@ class Checkpointer:
         if prune and self.config.keep_latest_k:
             self._prune(just_saved)
 
-    def _prune(self, just_saved: Path) -> None:
+    def _prune(self, just_saved: Saved) -> None:
         """Keep the checkpoint just saved and the newest other good ones; foreign or torn folders are left alone."""
-        others = [saved for saved in saved_in(self.folder) if saved.folder != just_saved]
-        whole = [saved for saved in others if fault(saved.folder, hashes=False) is None]
-        good = sorted(saved.step for saved in whole if not (saved.state or {}).get("in_doubt"))
-        kept = good[max(0, len(good) + 1 - self.config.keep_latest_k) :]
-        for saved in whole:
-            if saved.step not in kept:
+        others = [saved for saved in saved_in(self.folder) if saved.folder != just_saved.folder]
+        whole = [saved for saved in others if fault(saved.folder, hashes=False, parts=self.apart) is None]
+        removed = surplus(whole, just_saved, self.config.keep_latest_k)
+        spared = [saved for saved in removed if self.remote and saved.folder in self.remote.held][-_MOST_SPARED:]
+        for saved in removed:
+            if saved not in spared:
                 # Renamed first, because a half removed folder would look like a torn checkpoint.
                 shutil.rmtree(saved.folder.rename(self.folder / f"{STAGING}{saved.folder.name}"), ignore_errors=True)
 
@@ -289,10 +396,23 @@ def _thread() -> ThreadPoolExecutor:
 
 def _settle(choice: Choice) -> None:
     """Rename a choice's damaged checkpoints, and its checkpoints of other branches with later steps."""
-    for saved in choice.damaged:
-        put_aside(saved.folder, f"{DAMAGED}{saved.folder.name}")
-    for saved in choice.later:
-        put_aside(saved.folder, f"{ABANDONED}{saved.folder.name}")
+    for prefix, moved in ((DAMAGED, choice.damaged), (ABANDONED, choice.later)):
+        for saved in moved:
+            if saved.folder.exists():  # a node with a folder of its own may lack it
+                put_aside(saved.folder, f"{prefix}{saved.folder.name}")
+
+
+def _touch(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+
+
+def _sees(path: Path) -> bool:
+    """Whether a file is there. A shared file system may show a new file late."""
+    with suppress(OSError):
+        patiently(path, path.stat)
+        return True
+    return False
 
 
 def _allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -4,12 +4,12 @@ All ranks make the same choice, by reading only. Folders are renamed later, once
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from components.config import Checkpoint, ConfigError
-from components.state.folder import Branch, Fault, Saved, fault, listed, names_in, saved_in, unusable
+from components.state.folder import Branch, Copy, Fault, Saved, fault, listed, names_in, saved_in, unusable
 from parallelize.together import read_together
 
 DAMAGED, ABANDONED = "corrupt-", "abandoned-"
@@ -31,25 +31,52 @@ class Choice:
     said: list[str] = field(default_factory=list)
 
 
-def choose(folder: Path, config: Checkpoint) -> Choice:
-    """Choose the newest checkpoint that verifies. Called by all ranks.
+Bring = Callable[[Copy], Fault | None]
+"""Called by all ranks: makes a local folder of a copy; returns why the copy cannot be used."""
+
+
+def choose(
+    folder: Path, config: Checkpoint, copies: Sequence[Copy] = (), bring: Bring | None = None, apart: bool = False
+) -> Choice:
+    """Choose the newest checkpoint that verifies. Called by all ranks. A newer copy in a store is brought first.
+
+    apart: each node has only its ranks' files, so a checkpoint is whole only as a copy.
 
     If load_step is set, and did not begin that checkpoint's branch, choose the checkpoint of load_step instead. Raises
     ConfigError if a checkpoint cannot be read, or if load_step's is missing. Raises ConfigError, too, if there are
     checkpoints, none of them can be continued, and there is no initial_load_path.
     """
-    there = read_together(lambda: saved_in(folder), first_only=True)[0]
+    local: list[Saved] = read_together(lambda: saved_in(folder), first_only=True)[0]
+    # The sort is stable: the local folder is tried before its copy.
+    there = sorted([*copies, *([] if apart else local)], key=lambda saved: saved.order)
     asked = Branch(load_step=config.load_step, exclude_from_loading=tuple(config.exclude_from_loading))
     choice = Choice(excluded=frozenset(config.exclude_from_loading), branch=asked)
+
+    def look(saved: Saved) -> Fault | None:
+        reason = unusable(saved) or bring(saved) if bring and isinstance(saved, Copy) else None
+        return reason or fault(saved.folder) or unusable(saved)
+
+    def continued(base: Saved) -> Choice:
+        choice.damaged = [saved for saved in choice.damaged if saved.folder != base.folder]  # its copy was brought
+        return _continue(choice, base, asked, [*local, *copies], apart)
+
     for saved in reversed(there):
-        if reason := fault(saved.folder) or unusable(saved):
+        is_asked = config.load_step in (-1, saved.branch.load_step)
+        if isinstance(saved, Copy) and not is_asked:
+            break
+        if reason := look(saved):
             _pass_over(choice, saved, reason)
-        elif config.load_step in (-1, saved.branch.load_step):
-            return _continue(choice, saved, asked, there)
+        elif is_asked:
+            return continued(saved)
         else:
             break
     if config.load_step != -1:
-        return _continue(choice, _at_load_step(folder, config.load_step, there), asked, there)
+        found = next((saved for saved in reversed(there) if saved.step == config.load_step), None)
+        reason = look(found) if found else None
+        if found is None or reason:
+            where = f"{folder}/step-{config.load_step}: {reason or 'not there'}. Steps there: {listed(there)}"
+            raise ConfigError(f"checkpoint.load_step = {config.load_step}: {where}")
+        return continued(found)
     if config.initial_load_path:
         if there:
             choice.said.append(f"no checkpoint in {folder} can be continued: checkpoint.initial_load_path is taken")
@@ -64,31 +91,26 @@ def choose(folder: Path, config: Checkpoint) -> Choice:
 
 def _pass_over(choice: Choice, saved: Saved, reason: Fault) -> None:
     choice.said.append(f"checkpoint {saved.folder} passed over: {reason}")
-    if reason.damaged:
+    if reason.damaged and not isinstance(saved, Copy):
         choice.damaged.append(saved)
 
 
-def _at_load_step(folder: Path, step: int, there: list[Saved]) -> Saved:
-    found = next((saved for saved in there if saved.step == step), None)
-    reason = "not there" if found is None else fault(found.folder) or unusable(found)
-    if found is None or reason:
-        raise ConfigError(
-            f"checkpoint.load_step = {step}: {folder}/step-{step}: {reason}. Steps there: {listed(there)}"
-        )
-    return found
-
-
-def _continue(choice: Choice, base: Saved, asked: Branch, there: list[Saved]) -> Choice:
+def _continue(choice: Choice, base: Saved, asked: Branch, there: list[Saved], apart: bool) -> Choice:
     """Continue from base: on its branch, or on a new branch if `asked` asks for what its branch has not done yet."""
     begun, choice.base = base.branch, base
     goes_back = asked.load_step not in (-1, begun.load_step)
     done = () if goes_back else begun.exclude_from_loading
     choice.excluded = frozenset(asked.exclude_from_loading) - {*done}
     number, began_at = begun.number, begun.began_at
+    later = [saved for saved in there if saved.step > base.step and saved not in choice.damaged]
+    later = [saved for saved in later if not isinstance(saved, Copy)]
+    if apart:  # parts of checkpoints that are whole nowhere, and never will be if a node is lost
+        copied = {saved.order for saved in there if isinstance(saved, Copy)}
+        choice.later = [saved for saved in there if saved.order not in copied]
     if goes_back or choice.excluded:
         number = 1 + max(saved.branch.number for saved in there)
         began_at = 0 if "train_state" in choice.excluded else base.step
-        choice.later = [saved for saved in there if saved.step > base.step and saved not in choice.damaged]
+        choice.later += [saved for saved in later if saved not in choice.later]
         choice.said += _said(choice, asked)
     elif asked.load_step != -1:
         choice.said.append(f"checkpoint.load_step = {asked.load_step}: this branch began there, and goes on")
@@ -106,12 +128,6 @@ def _said(choice: Choice, asked: Branch) -> Iterator[str]:
 def _put_aside(folder: Path) -> Iterator[str]:
     """Names of checkpoints that were put aside."""
     yield from (name for name in names_in(folder) if re.match(rf"({DAMAGED}|{ABANDONED})step-\d", name))
-
-
-def beyond(branch: Branch, there: list[Saved]) -> list[Saved]:
-    """Checkpoints of older branches with steps after the start of this branch."""
-    old = [saved for saved in there if saved.state is not None and saved.branch.number < branch.number]
-    return [saved for saved in old if saved.step > branch.began_at]
 
 
 def put_aside(folder: Path, name: str) -> None:

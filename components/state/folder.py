@@ -8,7 +8,7 @@ import json
 import os
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,13 +76,28 @@ class Saved:
             return float("inf"), self.step
 
 
+@dataclass(frozen=True)
+class Copy(Saved):
+    """A whole checkpoint of the store checkpoint.remote; folder: where it is, or would be, on this machine."""
+
+    manifest: bytes = field(repr=False)
+    files: dict[str, list] = field(repr=False)
+    """Name -> size and hash."""
+
+
+def step_of(name: str) -> int | None:
+    """N of the name step-N; None for other names."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def steps_in(folder: Path) -> list[tuple[int, Path]]:
     """Folders called step-N, in the order of N; none if there is no folder.
 
     Raises ConfigError if one is a symbolic link, and OSError if the folder cannot be read.
     """
-    found = ((_STEP.fullmatch(name), folder / name) for name in names_in(folder))
-    return sorted((int(match[1]), path) for match, path in found if match and _is_folder(path))
+    found = ((step_of(name), folder / name) for name in names_in(folder))
+    return sorted((step, path) for step, path in found if step is not None and _is_folder(path))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -162,14 +177,19 @@ def listed(there: list[Saved]) -> str:
 
 def path_inside(folder: Path, name: str) -> Path:
     """The path of a file in a folder. Raises ConfigError if it is no plain file of that folder; may raise OSError."""
-    if Path(name).name != name or name == ".." or "\0" in name:
-        raise ConfigError(f"{folder} is refused: {name!r} is not the name of a file in it")
-    path = folder / name
+    path = folder / plain_name(folder, name)
     kind = patiently(path, path.lstat).st_mode
     if not stat.S_ISREG(kind):
         what = "a symbolic link" if stat.S_ISLNK(kind) else "no plain file"
         raise ConfigError(f"{folder} is refused: {name} is {what}")
     return path
+
+
+def plain_name(folder: Path, name: str) -> str:
+    """The name. Raises ConfigError if it could be the name of something outside of the folder."""
+    if Path(name).name != name or name == ".." or "\0" in name:
+        raise ConfigError(f"{folder} is refused: {name!r} is not the name of a file in it")
+    return name
 
 
 def read_inside(folder: Path, name: str) -> bytes | None:
@@ -188,8 +208,11 @@ def read_inside(folder: Path, name: str) -> bytes | None:
 def manifest(folder: Path) -> dict[str, list] | Fault:
     """Name -> size and hash of a checkpoint's files. Raises OSError; ConfigError if the manifest is no plain file."""
     raw = read_inside(folder, "manifest.json")
-    if raw is None:
-        return Fault("no manifest.json in it", damaged=False)
+    return Fault("no manifest.json in it", damaged=False) if raw is None else parse_manifest(raw)
+
+
+def parse_manifest(raw: bytes) -> dict[str, list] | Fault:
+    """Name -> size and hash of a checkpoint's files, from the content of its manifest."""
     try:
         files = {str(name): [int(size), str(expected)] for name, (size, expected) in json.loads(raw).items()}
     except (ValueError, TypeError, AttributeError, RecursionError, OverflowError) as error:
@@ -199,14 +222,18 @@ def manifest(folder: Path) -> dict[str, list] | Fault:
     return files
 
 
-def fault(folder: Path, hashes: bool = True) -> Fault | None:
+def fault(folder: Path, hashes: bool = True, parts: bool = False) -> Fault | None:
     """The fault of a checkpoint, None if it verifies; the same on every rank. Ranks share the hashing of files.
 
     With hashes=False only this rank checks, and only sizes. Raises ConfigError for files outside the folder. A file
-    that cannot be read raises ConfigError too, but OSError with hashes=False.
+    that cannot be read raises ConfigError too, but OSError with hashes=False. With parts, ranks of other nodes may have
+    written files that are not in this folder.
     """
     if not hashes:
         files = manifest(folder)
+        if parts and not isinstance(files, Fault):
+            there = {*names_in(folder)}
+            files = {name: value for name, value in files.items() if name in there or not name.startswith("__")}
         return files if isinstance(files, Fault) else _first_fault(folder, files, [*files], hashes=False)
     files = read_together(lambda: manifest(folder), first_only=True)[0]
     if isinstance(files, Fault):
@@ -231,6 +258,25 @@ def _first_fault(folder: Path, files: dict[str, list], names: list[str], hashes:
         if found != expected:
             return Fault(f"{name} is corrupt")
     return None
+
+
+def beyond(branch: Branch, there: list[Saved]) -> list[Saved]:
+    """Checkpoints of older branches with steps after the start of this branch."""
+    old = [saved for saved in there if saved.state is not None and saved.branch.number < branch.number]
+    return [saved for saved in old if saved.step > branch.began_at]
+
+
+def surplus(whole: list[Saved], just_saved: Saved, keep: int) -> list[Saved]:
+    """Whole checkpoints to remove after one was saved: all but this one and the newest others that are not in doubt.
+
+    keep: checkpoint.keep_latest_k. Nothing is removed if keep is 0, or while the checkpoint just saved is in doubt.
+    """
+    if not keep or (just_saved.state or {}).get("in_doubt"):
+        return []
+    others = [saved for saved in whole if saved.order != just_saved.order]
+    good = sorted(saved.step for saved in others if not (saved.state or {}).get("in_doubt"))
+    kept = good[max(0, len(good) + 1 - keep) :]
+    return [saved for saved in others if saved.step not in kept]
 
 
 def unusable(saved: Saved) -> Fault | None:
