@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ from components.data.sources import (
     Unread,
     ending,
     find_files,
+    is_compressed,
     read_documents,
     unread_files,
 )
@@ -64,6 +65,8 @@ _MOST_GROUPS = 256
 """Caches of one dataset, at the most, when all of it is tokenized at once."""
 _CHUNK = 1 << 16
 """Characters of one task of a worker, and of the text that the tokenizer merges at once."""
+_SMALL = 1 << 20
+"""Bytes of files that are one task of a worker."""
 _FORMAT = "2"  # part of the key; to be changed when the cutting of text or the storage of tokens changes
 
 Documents = Iterable[tuple[Document | BadRecord, Any]]
@@ -341,10 +344,10 @@ def _tokenize(
     """Tokens and documents of each file."""
     total, started = 0, time.perf_counter()
     size = sum(file.stat().st_size for file in files)
-    documents = ((document, number) for number, file in enumerate(files) for document in spec.documents(file))
     bar = tqdm(total=size, unit="B", unit_scale=True, desc=f"tokenizing {name}", file=sys.stderr)
     with bar, (folder / "tokens.bin").open("wb") as tokens:
-        for encoded, is_end, read_bytes, number in tokenized(documents, spec, pool, workers, bad):
+        tasks = _file_tasks(files, spec, pool, bad)
+        for encoded, is_end, read_bytes, number in _in_order(tasks, workers, bad):
             written = tokens.write(encoded) // dtype.itemsize
             total += written
             counts[number] += written, is_end
@@ -385,33 +388,63 @@ def tokenized(
     The pool's `workers` processes run a few chunks ahead of the reader. Raises ConfigError for an unreadable record;
     with spec.skip_errors the reason is appended to `bad` instead.
     """
-    waiting = deque[tuple[Future[list[tuple[bytes, int]]], list[tuple[bool, Any]]]]()
+    return _in_order(_chunk_tasks(documents, spec, pool, bad), workers, bad)
+
+
+_Encoded = tuple[bytes, bool, int, int]
+"""Tokens of a chunk, whether they end a document, bytes of its text, and number of its place."""
+_Task = tuple[Future[tuple[list[_Encoded], list[str]]], Sequence[Any]]
+"""Future of chunks and of reasons of unreadable records; places of the chunks."""
+
+
+def _in_order(tasks: Iterable[_Task], workers: int, bad: list[str]) -> Iterator[tuple[bytes, bool, int, Any]]:
+    waiting = deque[_Task]()
 
     def first() -> Iterator[tuple[bytes, bool, int, Any]]:
-        future, ends = waiting.popleft()
-        for (encoded, size), (is_end, place) in zip(future.result(), ends, strict=True):
-            yield encoded, is_end, size, place
+        future, places = waiting.popleft()
+        chunks, own_bad = future.result()
+        bad.extend(own_bad)
+        for encoded, is_end, size, number in chunks:
+            yield encoded, is_end, size, places[number]
 
-    for chunks in _tasks(_chunks(documents, spec, bad)):
-        given = [(text, is_start, is_end) for text, is_start, is_end, _ in chunks]
-        waiting.append((pool.submit(_encode_all, given), [(is_end, place) for *_, is_end, place in chunks]))
+    for task in tasks:
+        waiting.append(task)
         if len(waiting) > 4 * workers:
             yield from first()
     while waiting:
         yield from first()
 
 
-def _tasks(chunks: Iterable[tuple[str, bool, bool, Any]]) -> Iterator[list[tuple[str, bool, bool, Any]]]:
-    """Yields lists of chunks with about _CHUNK characters, because a task costs as much as thousands of characters."""
-    task, size = [], 0
-    for chunk in chunks:
-        task.append(chunk)
-        size += len(chunk[0])
+def _chunk_tasks(documents: Documents, spec: DataSpec, pool: ProcessPoolExecutor, bad: list[str]) -> Iterator[_Task]:
+    """Tasks of about _CHUNK characters, because a task costs as much as thousands of characters."""
+    chunks, places, size = list[tuple[str, bool, bool, int]](), list[Any](), 0
+    for text, is_start, is_end, place in _chunks(documents, spec, bad):
+        chunks.append((text, is_start, is_end, len(places)))
+        places.append(place)
+        size += len(text)
         if size >= _CHUNK:
-            yield task
+            yield pool.submit(_encode_chunks, chunks), places
+            chunks, places, size = [], [], 0
+    if chunks:
+        yield pool.submit(_encode_chunks, chunks), places
+
+
+def _file_tasks(files: list[Path], spec: DataSpec, pool: ProcessPoolExecutor, bad: list[str]) -> Iterator[_Task]:
+    """Tasks of small files, which workers read themselves, and of chunks of the others. A place is a file's number."""
+    task, size = list[int](), 0
+    for number, file in enumerate(files):
+        own = file.stat().st_size
+        is_small = own <= _SMALL and not is_compressed(file)
+        if task and not (is_small and size + own <= _SMALL):
+            yield pool.submit(_encode_files, spec, [files[each] for each in task]), task
             task, size = [], 0
+        if is_small:
+            task.append(number)
+            size += own
+        else:
+            yield from _chunk_tasks(((each, number) for each in spec.documents(file)), spec, pool, bad)
     if task:
-        yield task
+        yield pool.submit(_encode_files, spec, [files[each] for each in task]), task
 
 
 def _chunks(documents: Documents, spec: DataSpec, bad: list[str]) -> Iterator[tuple[str, bool, bool, Any]]:
@@ -467,9 +500,18 @@ def end_with_parent() -> None:
 _worker: dict = {}  # set once in each worker process by _start_worker
 
 
-def _encode_all(chunks: list[tuple[str, bool, bool]]) -> list[tuple[bytes, int]]:
-    """_encode of each chunk, and its size as text in bytes."""
-    return [(_encode(text, is_start, is_end), len(text.encode())) for text, is_start, is_end in chunks]
+def _encode_files(spec: DataSpec, files: list[Path]) -> tuple[list[_Encoded], list[str]]:
+    """What _Task promises, of files, which are numbered from 0 on."""
+    bad: list[str] = []
+    documents = ((document, number) for number, file in enumerate(files) for document in spec.documents(file))
+    return _encode_chunks(_chunks(documents, spec, bad))[0], bad
+
+
+def _encode_chunks(chunks: Iterable[tuple[str, bool, bool, int]]) -> tuple[list[_Encoded], list[str]]:
+    """What _Task promises, of chunks (text, whether it starts a document, whether it ends one, number of the place)."""
+    return [
+        (_encode(text, is_start, is_end), is_end, len(text.encode()), at) for text, is_start, is_end, at in chunks
+    ], []
 
 
 def _encode(text: str, is_start: bool, is_end: bool) -> bytes:
