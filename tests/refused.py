@@ -311,6 +311,7 @@ CONTRADICTIONS = [
     ),
     ("--training.dataset_format tokens --training.dataset org/name", "training.dataset_format"),
     ("--training.token_dtype uint16", "training.token_dtype"),
+    ("--training.dataset_shuffle_window 100", "training.dataset_shuffle_window"),
     *(
         (f"--training.dataset_format tokens --training.dataset_path x --training.{key} {value}", f"training.{key}")
         for key, value in {"dataset_streaming": "true", "dataset_text_field": "body", "dataset_errors": "skip"}.items()

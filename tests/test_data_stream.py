@@ -75,6 +75,30 @@ def test_ranks_and_workers_read_a_growing_stream_in_the_order_of_the_dataset(
     assert read(StreamedSequences(StreamCache(of), SEQ_LEN), 2, 1, 2400) == in_order(right, 2400, 2)
 
 
+def test_a_window_of_a_stream_is_permuted_as_a_function_of_the_position(
+    books: tuple[Path, PackedSequences], tmp_path: Path
+) -> None:
+    data, right = books
+    with streamed(spec(data, tmp_path), ahead_tokens=300) as growing:
+        sequences = StreamedSequences(growing.cache, SEQ_LEN, window=30)
+        found = sequences.at(np.arange(90), 5)
+        assert read(sequences, 2, 1) == read(sequences, 2, 2) != in_order(right, 0, 2)
+        assert read(sequences, 2, 1, 24, num_workers=1) == read(sequences, 4, 1)[2:]
+        assert not read_progress(sequences.cache.folder)["is_whole"]
+    windows = found.reshape(3, 30)
+    assert (np.sort(windows) == np.arange(90).reshape(3, 30)).all()
+    assert len({tuple(window) for window in (windows - 30 * np.arange(3)[:, None]).tolist()}) == 3
+    assert (sequences.at(np.arange(40, 70), 5) == found[40:70]).all()
+    assert (sequences.at(np.arange(30), 6) != found[:30]).any(), "the seed"
+    path = ["--training.dataset_path", str(data), "--training.dataset_streaming"]
+    jobs = {size: load_config([*path, "--training.dataset_shuffle_window", str(size)]) for size in (0, 30)}
+    runs = {size: {"data_order": data_order("k", None, job), "global_batch_size": 8} for size, job in jobs.items()}
+    for was, now in ((0, 30), (30, 0)):
+        with pytest.raises(ConfigError, match=f"training.dataset_shuffle_window was {was}, is {now}"):
+            check_data_order(runs[was], runs[now], 8)
+    check_data_order(runs[30], runs[30], 8)
+
+
 def documents_from(of: StreamSpec, place: dict) -> Iterator[tuple[str | BadRecord, dict]]:
     """stream_documents, with texts in one piece."""
     for found, after in stream_documents(of, place):

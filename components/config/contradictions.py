@@ -420,6 +420,15 @@ CONTRADICTIONS = [
         ),
     ),
     Rule(
+        "training.dataset_shuffle_window",
+        lambda job: (
+            job.training.dataset_shuffle_window
+            and not job.training.dataset_streaming
+            and (job.training.dataset_path or job.training.mixture or job.training.dataset == "kjv")
+            and "only a stream is permuted by windows; other data are permuted as a whole: leave it out"
+        ),
+    ),
+    Rule(
         "training.dataset_errors",
         lambda job: (
             "training.dataset_errors" in job.origins

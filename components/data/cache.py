@@ -501,14 +501,14 @@ _worker: dict = {}  # set once in each worker process by _start_worker
 
 
 def _encode_files(spec: DataSpec, files: list[Path]) -> tuple[list[_Encoded], list[str]]:
-    """What _Task promises, of files, which are numbered from 0 on."""
+    """The result of a _Task: a file is a place, and the first has number 0."""
     bad: list[str] = []
     documents = ((document, number) for number, file in enumerate(files) for document in spec.documents(file))
     return _encode_chunks(_chunks(documents, spec, bad))[0], bad
 
 
 def _encode_chunks(chunks: Iterable[tuple[str, bool, bool, int]]) -> tuple[list[_Encoded], list[str]]:
-    """What _Task promises, of chunks (text, whether it starts a document, whether it ends one, number of the place)."""
+    """The result of a _Task. A chunk is (text, whether it starts a document, whether it ends one, its place)."""
     return [
         (_encode(text, is_start, is_end), is_end, len(text.encode()), at) for text, is_start, is_end, at in chunks
     ], []

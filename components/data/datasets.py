@@ -140,7 +140,8 @@ def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, Pack
     if first_of_node and spec.revision is None:  # another node may have other files in this folder
         spec = replace(spec, content=stream_spec(config).content)
     writer = start_writer(spec) if first_of_node else None
-    train_set = StreamedSequences(StreamCache(spec, writer), config.training.seq_len)
+    seq_len, window = config.training.seq_len, config.training.dataset_shuffle_window
+    train_set = StreamedSequences(StreamCache(spec, writer), seq_len, window)
     return train_set, _own_validation(config, vocab_size) if config.validation.enable else None
 
 

@@ -42,6 +42,8 @@ def data_order(
     """
     data: dict[str, Any] = {"training.mixture": mixture} if mixture else {"data": data_key}
     order = data | {"training.seq_len": config.training.seq_len, "debug.seed": config.debug.seed}
+    if window := config.training.dataset_shuffle_window:
+        order["training.dataset_shuffle_window"] = window
     return order | ({"content of the stream's files": content} if content else {})
 
 
@@ -50,7 +52,7 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
 
     global_batch_size: the value in the job file; -1 if it follows from the layout.
     """
-    before, order = saved["data_order"], now["data_order"]
+    before, order = ({"training.dataset_shuffle_window": 0, **each["data_order"]} for each in (saved, now))
     if "training.mixture" in before and "training.mixture" in order:  # phases may be added to what is to come
         before, order = (
             {**each, "training.mixture": [phase for phase in each["training.mixture"] if phase[0] < saved["sequences"]]}

@@ -114,20 +114,26 @@ class PackedSequences:
 
 
 class StreamedSequences(PackedSequences):
-    """Sequences of a stream, in its order. Their number is unknown until the stream ends.
+    """Sequences of a stream, in its order, or permuted within windows. Their number is unknown until the stream ends.
 
     Sequence numbers have no end, because the first sequence follows the last.
     """
 
-    def __init__(self, cache: StreamCache, seq_len: int) -> None:
+    def __init__(self, cache: StreamCache, seq_len: int, window: int = 0) -> None:
+        """window: number of sequences that are permuted among each other, at each multiple of it; 0 for none."""
         self.cache: StreamCache = cache
+        self.window = window
         self.seq_len, self.part, self.key, self.content = seq_len, "all", cache.key, cache.spec.content
 
     def __len__(self) -> int:
         raise TypeError("a stream has no length")
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
-        return np.asarray(positions, dtype=np.int64)
+        positions = np.asarray(positions, dtype=np.int64)
+        if not self.window:
+            return positions
+        # Each epoch of sequence_at is a permutation of its own, and so is each window.
+        return positions - positions % self.window + sequence_at(positions, self.window, seed)
 
     def get(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """As above, after waiting for the tokens. Raises what StreamCache.reach raises."""
