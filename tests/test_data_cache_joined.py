@@ -120,6 +120,16 @@ def test_a_killed_process_loses_no_whole_cache_and_two_share_the_work(data: Path
     assert {each: (each / "index.json").stat().st_mtime_ns for each in left} == left
 
 
+def test_a_cache_that_is_being_made_is_none(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small(monkeypatch)
+    spec = spec_of(data, data.parent / "cache")
+    prepare(spec, 1)
+    files = sorted(data.iterdir())[:2]
+    for folder in caches_in(spec.cache_folder):
+        folder.rename(folder.with_name(f".staging-{folder.name}"))
+    assert not cache.is_made(dataclasses.replace(spec, path=str(data)), files)
+
+
 def test_a_damaged_cache_among_several_is_told_where_it_is_read(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small(monkeypatch)
     spec = spec_of(data, data.parent / "cache")

@@ -213,7 +213,7 @@ def _known(spec: DataSpec) -> dict[str, Segment]:
     """Content of each file that a cache has, tokenized by the settings of spec -> where it is."""
     how, known = how_tokenized(spec).hexdigest(), dict[str, Segment]()
     for parent in _parents(spec):
-        for file in sorted(parent.glob("*/index.json")):
+        for file in sorted(parent.glob("[!.]*/index.json")):  # no cache that another process is making
             index = read_json_if_whole(file)
             if index.get("how") != how:
                 continue
