@@ -50,7 +50,7 @@ def documents_of(cache: TokenCache, tokenizer_path: str = TOKENIZER) -> list[str
 
 
 def caches_in(folder: Path) -> list[Path]:
-    return [file.parent for file in folder.glob("*/index.json")]
+    return [file.parent for file in folder.glob("[!.]*/index.json")]
 
 
 def digests(batch: dict[str, Tensor]) -> list[str]:
