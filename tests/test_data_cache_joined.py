@@ -3,6 +3,8 @@
 import dataclasses
 import itertools
 import pickle
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -111,12 +113,21 @@ def test_a_killed_process_loses_no_whole_cache_and_two_share_the_work(data: Path
         wait_until(lambda: len(caches_in(folder)) >= 2)
         process.kill()
     left = {each: (each / "index.json").stat().st_mtime_ns for each in caches_in(folder)}
-    processes = [start_prepare(data, folder, 3 << 20) for _ in range(2)]
-    printed = [finish(process)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    lines = [line.partition(":")[0] for text in printed for line in text.splitlines()]
-    assert len(lines) + len(left) == len(caches_in(folder)) == len(left | dict.fromkeys(caches_in(folder))), lines
-    assert all(text.count("tokenized") for text in printed), "both had work"
+    for each in folder.glob(".staging-*"):
+        shutil.rmtree(each)
+    first = start_prepare(data, folder, 3 << 20)
+    with ended(first):
+        wait_until(lambda: any(folder.glob(".staging-*/tokens.bin")))
+        first.send_signal(signal.SIGSTOP)
+        second = start_prepare(data, folder, 3 << 20)
+        with ended(second):
+            wait_until(lambda: len(caches_in(folder)) >= 5)
+            first.send_signal(signal.SIGCONT)
+            printed = [finish(process)[0] for process in (first, second)]
+    assert [first.returncode, second.returncode] == [0, 0]
+    assert len(caches_in(folder)) == 6
+    assert sum(text.count("tokenized") for text in printed) + len(left) == 6, "no cache was made twice"
+    assert "tokenized" in printed[1], "the second one did not wait for the first"
     assert {each: (each / "index.json").stat().st_mtime_ns for each in left} == left
 
 
