@@ -104,6 +104,16 @@ def test_files_that_are_left_out_need_no_cache_of_their_own(data: Path, capsys: 
     assert capsys.readouterr().out.startswith("tokenized"), "other settings are other tokens"
 
 
+def test_a_cache_of_files_without_text_is_no_dataset(data: Path) -> None:
+    (data / "3 empty.jsonl").unlink()
+    spec, added = spec_of(data, data.parent / "cache"), data / "empty.jsonl"
+    prepare(spec, 1)
+    added.write_text('{"text": ""}\n')
+    prepare(spec, 1)
+    with pytest.raises(ConfigError, match=f"^training data {added}: no text in it$"):
+        prepare(dataclasses.replace(spec, path=str(added)), 1)
+
+
 def test_a_killed_process_loses_no_whole_cache_and_two_share_the_work(data: Path) -> None:
     for number in range(6):
         (data / f"{number}.txt").write_text(f"{number} {WORDS * 40_000}")

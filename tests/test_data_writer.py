@@ -125,14 +125,15 @@ def test_a_record_without_text_stops_the_run_or_is_counted(tmp_path: Path) -> No
 
 
 def test_what_cannot_be_decoded_reaches_the_rank_as_one_line(tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
+    data = tmp_path.joinpath(*["a long name" * 20] * 4)  # the message stands after a traceback of the worker
+    data.mkdir(parents=True)
     lines = [json.dumps({"text": text}) for text in VERSES[:50]]
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join([*lines, '{"text": bad', *lines]))
-    with streamed(spec(tmp_path / "data", tmp_path)) as sequences:
+    (data / "train.jsonl").write_text("\n".join([*lines, '{"text": bad', *lines]))
+    with streamed(spec(data, tmp_path)) as sequences:
         batches = build_loader(GlobalOrder(sequences, 0, 1, 1), config=DataLoader(num_workers=1))
         with pytest.raises(ConfigError) as caught:
             next(islice(batches, 4000, None))
-    assert str(caught.value).startswith(f"training data {tmp_path / 'data'}: cannot be read: ArrowInvalid: ")
+    assert str(caught.value).startswith(f"training data {data}: cannot be read: ArrowInvalid: ")
     assert len(str(caught.value).splitlines()) == 1
 
 

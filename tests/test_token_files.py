@@ -548,3 +548,17 @@ def test_a_check_reads_the_head_of_each_file(tmp_path: Path) -> None:
     config = load_config(job(tmp_path / "a.bin"))
     with pytest.raises(ConfigError, match=r"a\.bin: tokens without a header"):
         [*spec_of(config).documents(tmp_path / "a.bin")]
+
+
+def test_a_folder_of_many_files_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(9):
+        np.arange(9, dtype=np.uint16).tofile(tmp_path / f"{number}.bin")
+    searched, glob = list[Path](), Path.glob
+
+    def counted(folder: Path, pattern: str) -> Any:
+        searched.append(folder)
+        return glob(folder, pattern)
+
+    monkeypatch.setattr(Path, "glob", counted)
+    assert len(spec(tmp_path, tmp_path / ".cache").files()) == 9
+    assert searched == [tmp_path]

@@ -186,7 +186,9 @@ def _find(spec: DataSpec, files: list[Path], contents: list[str]) -> Tokens | No
     """The tokens of the files, which have these contents; None if a file is in no cache."""
     key = _key(spec, contents)
     for parent in _parents(spec):
-        if spec.keeps_tokens and (parent / key / "index.json").exists():
+        index = parent / key / "index.json"
+        # A cache of files without text is no dataset, but may be a part of one.
+        if spec.keeps_tokens and index.exists() and read_json_if_whole(index).get("tokens") != 0:
             return spec.open(parent / key)
     known = _known(spec)
     if not known.keys() >= set(contents):

@@ -77,8 +77,15 @@ class _Batches(Dataset):
 
     def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
         sequences, seed = self.order.sequences, self.order.seed
-        batch = batch_of(sequences, sequences.at(positions, seed), self.document_mask)
+        try:
+            batch = batch_of(sequences, sequences.at(positions, seed), self.document_mask)
+        except ConfigError as error:
+            raise _Mistake(str(error)) from None
         return batch | _columns(self.columns, sequences, positions, seed)
+
+
+class _Mistake(Exception):
+    """A ConfigError on its way from a worker. torch puts a traceback in front, and a ConfigError cuts long messages."""
 
 
 def _columns(names: Sequence[str], sequences: PackedSequences, positions: np.ndarray, seed: int) -> dict[str, Tensor]:
@@ -115,8 +122,8 @@ def _batches(loader: StatefulDataLoader) -> Iterator[dict[str, Tensor]]:
         yield from loader
     except (ConnectionError, EOFError) as error:
         raise RuntimeError("a DataLoader worker is gone: killed, or out of memory") from error
-    except ConfigError as error:  # torch puts the worker's traceback in front of the message
-        raise ConfigError(str(error).rpartition("ConfigError: ")[2].strip()) from None
+    except _Mistake as error:
+        raise ConfigError(str(error).rpartition("_Mistake: ")[2].strip()) from None
 
 
 def build_loader(

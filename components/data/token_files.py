@@ -275,9 +275,10 @@ class TokenSpec(DataSpec):
             raise ConfigError(f"training data {self.path}: name the file of tokens: {paired}")
         found = find_files(self.path, self.endings)
         if given.is_dir():
-            indices = sorted({index for file in found for index in file.parent.glob("*.idx")})
+            indices = sorted({index for folder in {file.parent for file in found} for index in folder.glob("*.idx")})
             check_inside(given, indices)
-            if alone := [index for index in indices if index.with_suffix(".bin") not in found]:
+            named = {*found}
+            if alone := [index for index in indices if index.with_suffix(".bin") not in named]:
                 raise ConfigError(f"{alone[0]}: its .bin is missing or empty: copy it again, or remove the index")
         folders = {index.parent for file in found if (index := file.with_suffix(".idx")).exists()}
         for file in found:
