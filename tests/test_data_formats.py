@@ -259,11 +259,12 @@ def test_other_formats_are_read_where_no_texts_are(tmp_path: Path) -> None:
     def found(endings: Any = READERS) -> list[str]:
         return [file.name for file in find_files(str(tmp_path), endings)]
 
-    assert found() == [file.name for file in find_files(f"{tmp_path}/*")] == others
+    assert found() == [file.name for file in find_files(f"{tmp_path}/*")] == others[:3], "notes come last"
+    assert [file.name for file in find_files(f"{tmp_path}/*.md")] == ["notes.md"]
     assert found(RECORDS) == ["a.json"], "chats were read from .json"
     left = unread_files(str(tmp_path))
     assert left
-    assert [file.name for file in left.files] == ["a.json.xz", "b.csv.gz"], "copies"
+    assert [file.name for file in left.files] == ["a.json.xz", "b.csv.gz", "notes.md"], "copies and notes"
     (tmp_path / "0.jsonl").write_text("x")
     assert found() == ["0.jsonl"]
     assert found(RECORDS) == ["0.jsonl", "a.json"]

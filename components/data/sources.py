@@ -39,7 +39,8 @@ Reader = Callable[[Path, str], Iterator[Document | BadRecord]]
 
 
 _FIRST = {".txt", ".text", ".jsonl", ".ndjson", ".parquet"}
-"""Endings that are read in any folder. Others are read where none of these is: a folder of texts may have notes.md."""
+"""Endings that are read in any folder. Others are read where none of these is, and notes where nothing else is."""
+_NOTES = {f"{kind}{compressed}" for kind in (".md", ".markdown") for compressed in ("", *COMPRESSED)}
 
 
 def find_files(path: str, endings: Collection[str] = ()) -> list[Path]:
@@ -92,7 +93,8 @@ def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | No
 def chosen(files: list[Path], endings: Collection[str]) -> list[Path]:
     """The sorted files that are read: those of _FIRST if there are any, and only one of a file and its compressions."""
     first = _FIRST if ".txt" in endings else _FIRST | {".json"}  # .json is always read for chats
-    files = [file for file in files if ending(file) in first] or files
+    for kinds in (first, {*endings} - _NOTES):
+        files = [file for file in files if ending(file) in kinds] or files
     kept: dict[Path, Path] = {}
     for file in sorted(files, key=lambda file: file.parts):
         kept.setdefault(file.with_suffix("") if file.suffix.lower() in COMPRESSED else file, file)
