@@ -115,6 +115,9 @@ def test_a_store_without_an_answer_is_not_waited_for() -> None:
         ("/local/folder", "expected a URL that begins with s3://"),
         ("s3://", "expected s3://bucket/folder"),
         ("s3://bucket/../run", "expected s3://bucket/folder"),
+        ("s3://bucket/run::2", "without ::"),
+        ("file:///*.txt", "expected file:///folder"),
+        ("s3://*/run", "expected s3://bucket/folder"),
         ("s3://bucket/step-*", "expected a folder of a store, not a glob"),
         ("file://folder", "expected file:///folder"),
     ],
@@ -123,6 +126,12 @@ def test_a_wrong_url_is_refused(given: str, says: str) -> None:
     (message,) = refused("--checkpoint.enable", "--checkpoint.remote", given)
     assert message.startswith(f'command line: checkpoint.remote = "{given}": ')
     assert says in message
+
+
+def test_no_rank_waits_for_copies_longer_than_its_group_allows() -> None:
+    words = ("--checkpoint.enable", "--checkpoint.remote", "file:///folder", "--checkpoint.remote_timeout_seconds")
+    (message,) = refused(*words, "3601")
+    assert "of 3000 or less" in message
 
 
 @pytest.mark.parametrize("key", ["checkpoint.remote", "training.dataset_path", "checkpoint.initial_load_path"])
@@ -280,6 +289,13 @@ def test_sources_and_validation_are_copied_too(tmp_path: Path) -> None:
     assert Path(job.training.mixture[1].dataset_path or "").is_relative_to(tmp_path / "cache/remote")
     assert job.validation.dataset_path
     assert [file.name for file in Path(job.validation.dataset_path).iterdir()] == ["two.txt"]
+
+
+def test_the_empty_files_that_consoles_make_for_folders_are_no_data(server: Server) -> None:
+    for name in ("marked/", "marked/sub/"):
+        Store("s3://bucket").write(name, b"")
+    fill("s3://bucket/marked", {"sub/one.txt": "one"})
+    assert [*list_data("s3://bucket/marked", (".txt",)).files] == ["sub/one.txt"]
 
 
 def test_data_that_are_not_there_are_refused(server: Server, tmp_path: Path) -> None:
@@ -495,6 +511,53 @@ def test_a_copy_that_is_being_replaced_is_not_taken(tmp_path: Path, monkeypatch:
     assert remote.offered() == ([], [])
 
 
+def test_what_a_broken_copy_or_removal_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, store = store_of(tmp_path)
+    remote = remote_of(saved(tmp_path / "one", 10), url, keep_latest_k=1)
+    assert remote.sync()
+    saved(tmp_path / "one", 20)
+    remove = remote.store.remove
+
+    def lost(*files: str) -> None:
+        remove(files[0])  # the manifest
+        raise OSError(5, "the connection is lost", url)
+
+    monkeypatch.setattr(remote.store, "remove", lost)
+    with pytest.raises(OSError, match="the connection is lost"):
+        remote.sync()
+    monkeypatch.undo()
+    for name in ("step-15", "step-90", "other"):  # another machine may be about to finish 90
+        (store / name).mkdir()
+        (store / name / "__0_0.distcp").write_text("left by an upload that was killed")
+    assert remote.sync()
+    assert names(store) == {"step-20", "step-90", "other"}
+
+
+def test_copies_are_looked_at_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, the requests for hundreds of copies would outlast the time to answer."""
+    url, _ = store_of(tmp_path)
+    assert remote_of(saved(tmp_path / "one", 10, 20), url).sync()
+    remote = remote_of(tmp_path / "two", url)
+    read, both = remote.store.read, threading.Barrier(2, timeout=5)
+
+    def waits_for_another(name: str) -> bytes:
+        both.wait()
+        return read(name)
+
+    monkeypatch.setattr(remote.store, "read", waits_for_another)
+    assert [copy.step for copy in remote.offered()[0]] == [10, 20]
+
+
+def test_a_copy_counts_again_once_it_is_repaired(url: str, tmp_path: Path) -> None:
+    """The manifest that is written again has the ETag of before."""
+    assert remote_of(saved(tmp_path / "one", 10), url).sync()
+    Store(url).write("step-10/state.json", (tmp_path / "one/step-10/state.json").read_bytes().replace(b"10", b"11"))
+    remote = remote_of(tmp_path / "one", url)
+    assert remote.offered()[0] == []
+    assert remote.sync()
+    assert [copy.step for copy in remote.offered()[0]] == [10]
+
+
 def test_the_next_start_copies_what_the_store_lacks(tmp_path: Path) -> None:
     url, store = store_of(tmp_path)
     saved(tmp_path / "one", 10, 20)
@@ -597,8 +660,8 @@ def _save_apart(folders: list[Path], url: str, *steps: int, **config: Any) -> No
     _save(_own(folders), url, *steps, **config)
 
 
-def _load_apart(folders: list[Path], url: str) -> int | None:
-    return _load(_own(folders), url)
+def _load_apart(folders: list[Path], url: str, **config: Any) -> int | None:
+    return _load(_own(folders), url, **config)
 
 
 def nodes_of(tmp_path: Path, count: int) -> tuple[list[Path], list[Path]]:
@@ -639,6 +702,34 @@ def test_a_checkpoint_whose_node_is_lost_is_not_taken(tmp_path: Path) -> None:
     assert value_of(_load_apart, nodes, url, world=2) == 10
     assert not (store / "step-20/manifest.json").exists()
     assert names(there[0]) == {"step-10", "abandoned-step-20"}
+
+
+def test_a_copy_that_lacks_a_lost_nodes_files_replaces_nothing(tmp_path: Path) -> None:
+    """After the loss of the third node, the two that are left have confirmed all that they have."""
+    url, store = store_of(tmp_path)
+    nodes, _ = nodes_of(tmp_path, 3)
+    value_of(partial(_save_apart, keep_latest_k=1), nodes, url, 10, world=3)
+    value_of(_save_apart, nodes, f"file://{tmp_path}/elsewhere", 20, world=3)
+    assert value_of(partial(_load_apart, keep_latest_k=1), nodes[:2], url, world=2) == 10
+    assert not (store / "step-20/manifest.json").exists()
+
+
+def test_nodes_with_parts_that_are_whole_nowhere_do_not_begin_anew(tmp_path: Path) -> None:
+    url, _ = store_of(tmp_path)
+    nodes, there = nodes_of(tmp_path, 2)
+    value_of(_save_apart, nodes, f"file://{tmp_path}/elsewhere", 10, world=2)
+    shutil.rmtree(there[1])
+    (outcome, _) = run(_load_apart, nodes, url, world=2)
+    assert "of the checkpoints there none can be continued" in outcome.error
+
+
+def test_nodes_that_only_load_leave_the_store_as_it_is(tmp_path: Path) -> None:
+    url, store = store_of(tmp_path)
+    nodes, _ = nodes_of(tmp_path, 2)
+    value_of(_save_apart, nodes, url, 10, world=2)
+    value_of(_save_apart, nodes, f"file://{tmp_path}/elsewhere", 20, world=2)
+    assert value_of(partial(_load_apart, load_only=True, keep_latest_k=1), nodes, url, world=2) == 10
+    assert names(store) == {"step-10"}
 
 
 def test_a_slow_node_gets_its_copies_whole(tmp_path: Path) -> None:

@@ -67,9 +67,11 @@ def store_url(url: str) -> str:
     if redacted(url) != url:
         raise PathError("credentials in a URL would reach logs and run.json; give them to the driver's environment")
     is_named = rest.strip("/") and url.isprintable() and not {".", ".."} & {*rest.split("/")}
-    if not is_named or (scheme == "file") != rest.startswith("/"):
+    # fsspec chains stores at ::, and takes what is before a glob that comes first for a path of the current folder
+    is_whole = "::" not in rest and not glob.has_magic(rest.strip("/").partition("/")[0])
+    if not is_named or not is_whole or (scheme == "file") != rest.startswith("/"):
         form = "file:///folder" if scheme == "file" else f"{scheme}://bucket/folder"
-        raise PathError(f"expected {form}, without . and .. as names of folders")
+        raise PathError(f"expected {form}, without ::, a glob as the first name, and . and .. as names of folders")
     if importlib.util.find_spec(DRIVERS[scheme]) is None:
         raise PathError(f"{scheme}:// needs the package {DRIVERS[scheme]}: pip install {DRIVERS[scheme]}")
     return url.rstrip("/")

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from components.config.bounds import LARGEST, FolderName, NonNegative, PathName, Positive, Seconds, StoreFolder
+from components.config.bounds import LARGEST, FolderName, NonNegative, PathName, Positive, StoreFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,5 +103,6 @@ class Checkpoint:
     remote: StoreFolder = ""
     """Folder in a store, as "s3://bucket/run", to which saved checkpoints are copied in the background. A start without
     the newest of them takes it from there (docs/storage.md). A store that is down never stops training."""
-    remote_timeout_seconds: Seconds = 120
-    """At the end of a run, wait at most this long for copies; the next start copies the rest."""
+    remote_timeout_seconds: Annotated[int, Ge(1), Le(3000)] = 120
+    """At the end of a run, wait at most this long for copies; the next start copies the rest. At most 3000, because the
+    other ranks wait no longer than an hour."""

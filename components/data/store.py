@@ -75,7 +75,8 @@ class Store:
             listed = fs.find(self._path(below), maxdepth=depth, detail=True)
             root = fs._strip_protocol(self._root).rstrip("/")
             for path, info in listed.items():
-                found[path[len(root) :].lstrip("/")] = Entry(int(info["size"] or 0), _version(info))
+                if not path.endswith("/"):  # consoles make such empty files to show a folder
+                    found[path[len(root) :].lstrip("/")] = Entry(int(info["size"] or 0), _version(info))
         for name in found:
             if name and ({"", ".", ".."} & {*name.split("/")} or "\0" in name):
                 raise ConfigError(f"{self.url} is refused: {name!r} is not the name of a file in a folder")

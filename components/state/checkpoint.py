@@ -181,7 +181,8 @@ class Checkpointer:
         remote = self.remote
         if remote is None:
             return []
-        if self.apart:  # nodes bring together what each of them has, and then node 0 writes the manifest
+        if self.apart and not self.config.load_only:
+            # nodes bring together what each of them has, and then node 0 writes the manifest
             for first_only in (False, True):
                 read_together(lambda: remote.sync(newest_only=True) if self.leads else None, first_only)
         try:

@@ -78,11 +78,11 @@ def choose(
             raise ConfigError(f"checkpoint.load_step = {config.load_step}: {where}")
         return continued(found)
     if config.initial_load_path:
-        if there:
+        if there or local:
             choice.said.append(f"no checkpoint in {folder} can be continued: checkpoint.initial_load_path is taken")
         return choice
     aside = read_together(lambda: [*_put_aside(folder)], first_only=True)[0]
-    if there or aside:
+    if there or local or aside:
         remedy = "set checkpoint.initial_load_path, or move the folder away to begin at step 0"
         lines = [*choice.said, *(f"{name} was put aside earlier" for name in aside)]
         raise ConfigError([*lines, f"{folder}: of the checkpoints there none can be continued: {remedy}"])

@@ -124,7 +124,16 @@ class Remote:
                 if copy.order in {saved.order for saved in removed}:
                     # The manifest first: a half removed copy must not count.
                     self.store.remove(f"{copy.folder.name}/{_MANIFEST}", copy.folder.name)
+            if self.keep:
+                self._remove_unfinished(entries, min(saved.step for saved in union.values() if saved not in removed))
         return whole
+
+    def _remove_unfinished(self, entries: dict[str, Entry], before: int) -> None:
+        """Remove what copies and removals that were broken off have left of steps before this one."""
+        for name in {path.partition("/")[0] for path in entries}:
+            step = step_of(name)
+            if step is not None and step < before and f"{name}/{_MANIFEST}" not in entries:
+                self.store.remove(name)
 
     def _is_whole(self, saved: Saved) -> bool:
         return fault(saved.folder, hashes=False, parts=self.nodes > 1) is None
@@ -177,9 +186,12 @@ class Remote:
             return True
         if any(each not in there or self.store.read(f"{name}/{each}") != signed for each in markers):
             return False
+        if any(file not in there or there[file].size != size for file, (size, _) in files.items()):
+            return False  # a node of that save is lost, and the nodes of now have confirmed theirs
         if (saved.folder / _MANIFEST).read_bytes() != raw:  # saved again meanwhile
             return False
         self.store.write(f"{name}/{_MANIFEST}", raw)
+        self._read.pop(name, None)  # a fault of before: the same content has the same ETag
         return True
 
     # ------------------------------------------------------------------------------------------- from the store
@@ -196,13 +208,14 @@ class Remote:
 
     def _copies(self, entries: dict[str, Entry]) -> tuple[list[Copy], list[str]]:
         found, said = list[Copy](), list[str]()
-        for path, entry in entries.items():
-            name, _, file = path.partition("/")
-            if file != _MANIFEST or step_of(name) is None:
-                continue
-            if self._read.get(path, (None,))[0] != entry:
-                self._read[path] = entry, self._parsed(name)
-            copy = self._read[path][1]
+        manifests = {path.removesuffix(f"/{_MANIFEST}"): entry for path, entry in entries.items() if _MANIFEST in path}
+        manifests = {name: entry for name, entry in manifests.items() if step_of(name) is not None}
+        new = [name for name, entry in manifests.items() if self._read.get(name, (None,))[0] != entry]
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            parsed = zip(new, threads.map(self._parsed, new), strict=True)
+            self._read |= {name: (manifests[name], copy) for name, copy in parsed}
+        for name in manifests:
+            copy = self._read[name][1]
             if isinstance(copy, Copy):
                 sizes = {each: entries[f"{name}/{each}"].size for each in copy.files if f"{name}/{each}" in entries}
                 wrong = [each for each, (size, _) in copy.files.items() if sizes.get(each) != size]
