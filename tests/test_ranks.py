@@ -1,6 +1,8 @@
 """Ranks on one node and on two, with small scripts in the place of train.py: output, logs, exit codes."""
 
+import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -314,9 +316,11 @@ def test_two_nodes_that_lose_a_rank_meet_again(numbered: bool, begin: Start) -> 
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return free.getsockname()[1]
+    """A port that nobody listens on. Connections of other tests cannot take it: theirs begin at 32768."""
+    while True:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", random.randrange(20_000, 32_000)))
+            return free.getsockname()[1]
 
 
 def test_a_port_in_use_is_named(begin: Start) -> None:
