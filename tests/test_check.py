@@ -13,6 +13,7 @@ import pytest
 from components.commands import check
 from components.config import ROOT, load_config
 from components.data import data_spec, prepare
+from components.data.__main__ import prepare_all
 from tests.small import FLAVORS
 from tests.test_tokenizer import save_json_tokenizer
 
@@ -115,6 +116,24 @@ def test_a_cache_that_cannot_be_written_is_a_cross_until_it_is_made(
     )
     prepare(data_spec(load_config(words).training, "assets/tokenizer"), 1)
     assert marks(capsys, *words)[1]["data"].startswith("✓1 files")
+
+
+def test_epochs_of_a_mixture_are_said_once_it_is_tokenized(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "CHECKS", {"data": check.data})
+    words = ["--training.dataset_cache", str(tmp_path / "cache"), "--training.seq_len", "16", "--training.steps", "3"]
+    words += ["--training.global_batch_size", "8", "--validation.no_enable"]
+    for number, name in enumerate("ab", 1):
+        (tmp_path / f"{name}.txt").write_text("In the beginning " * 100 * number)
+        source = {"name": name, "dataset_path": str(tmp_path / f"{name}.txt")}
+        words += [word for key, value in source.items() for word in (f"--training.mixture[{number}].{key}", value)]
+    assert marks(capsys, *words)[1]["data"].endswith("epochs are known once all sources are tokenized")
+    prepare_all(load_config(words))
+    capsys.readouterr()
+    assert "source a: 12 of 24 sequences, " in marks(capsys, *words)[1]["data"]
+    once = [*words, "--training.mixture[1].max_epochs", "0.1"]
+    assert marks(capsys, *once)[1]["data"].startswith("✗training.mixture: max_epochs = 0.1 of a: ")
 
 
 @pytest.mark.parametrize("streaming", [[], ["--training.dataset_streaming", "--validation.no_enable"]])

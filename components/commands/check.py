@@ -25,7 +25,7 @@ from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.config.bounds import is_url
 from components.config.files import writable
 from components.data.cache import is_made
-from components.data.datasets import of_source, source_numbers, spec_of
+from components.data.datasets import mixtures, of_source, source_numbers, spec_of
 from components.data.hub import hub_place, is_of_hub
 from components.data.remote import list_data, remote_data
 from components.data.sources import BadRecord, Unread, is_compressed
@@ -95,7 +95,8 @@ def tokenizer(job: Job) -> str:
 def data(job: Job) -> str:
     """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
     training, validation = job.config.training, job.config.validation
-    said = [_in_store(job, key, *given) for key, given in remote_data(job.config).items()]
+    remote = remote_data(job.config)
+    said = [_in_store(job, key, *given) for key, given in remote.items()]
     own = validation.dataset_path if validation.enable else None
     said += [_own(job, own)] if own and not is_url(own) else []
     if is_stream(training) and not is_url(training.dataset_path):
@@ -103,7 +104,20 @@ def data(job: Job) -> str:
             left = check_stream(job.config)
         return "; ".join(["the first document of the stream was read", *_not_read(left), *said])
     here = [number for number in source_numbers(training) if not is_url(of_source(training, number).dataset_path)]
-    return "; ".join([*(_own(job, source=number) for number in here), *said])
+    found = [_own(job, source=number) for number in here]
+    if training.mixture and not any(is_of_hub(of_source(training, number)) for number in here) and not remote:
+        found.append(_epochs(job))
+    return "; ".join([*found, *said])
+
+
+def _epochs(job: Job) -> str:
+    """How often the run sees each source of a mixture. Raises ConfigError if that is more than max_epochs."""
+    specs = [spec_of(job.config, source=number) for number in source_numbers(job.config.training)]
+    if not all(is_made(spec, spec.files()) for spec in specs):
+        return "epochs are known once all sources are tokenized"
+    mixture, _ = mixtures(job.config, sys.maxsize)  # whether tokens fit the model is not asked here
+    batch = global_batch_size(job.config, resolve_degrees(job.config, job.settings.world_size))
+    return "; ".join(mixture.describe(job.config.training.steps * batch))
 
 
 def _in_store(job: Job, key: str, url: str, endings: Collection[str]) -> str:
