@@ -289,3 +289,13 @@ def test_bad_records_of_chats_are_told_as_those_of_texts(tmp_path: Path) -> None
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"prompt,completion\nhello,hi\n") + b"more after it")
     ((_, bad),) = read_records(tmp_path / "a.csv.gz")
     assert isinstance(bad, BadRecord)
+
+
+def test_long_fields_are_read_and_other_readers_of_csv_keep_their_limit(tmp_path: Path) -> None:
+    """The csv module has one limit of a field for the whole process."""
+    (tmp_path / "a.csv").write_text(f"text\n{'a' * 200_000}\nb\n")
+    limit = csv.field_size_limit()
+    records = read_records(tmp_path / "a.csv")
+    assert len(next(records)[1]["text"]) == 200_000
+    assert csv.field_size_limit() == limit
+    assert [record for _, record in records] == [{"text": "b"}]

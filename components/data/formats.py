@@ -223,7 +223,6 @@ def _after_space(text: str, at: int) -> int:
 
 def csv_rows(file: Path, column: str, delimiter: str) -> Iterator[Record]:
     """Yields each row as {name: text}, with the names in the first row."""
-    csv.field_size_limit(_LONGEST_ROW)
     number = used = 0  # lines of the file, bytes of the row
     names: list[str] = []
 
@@ -240,12 +239,19 @@ def csv_rows(file: Path, column: str, delimiter: str) -> Iterator[Record]:
             raise csv.Error("a NUL byte")
         return text
 
+    def next_row() -> list[str] | None:
+        limit = csv.field_size_limit(_LONGEST_ROW)  # of all readers of this process
+        try:
+            return next(rows, None)
+        finally:
+            csv.field_size_limit(limit)
+
     with opened(file) as lines:
         rows = csv.reader(iter(line, ""), delimiter=delimiter, strict=True)
         while True:
             used, place = 0, f"{file}:{number + 1}"
             try:
-                row = next(rows, None)
+                row = next_row()
             except UnicodeDecodeError as error:
                 row, reason = [], f"not UTF-8 at byte {error.start} of line {number}"
             except csv.Error as error:
