@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -317,16 +317,24 @@ def hashes_of(cache_folder: Path, files: list[Path], hash_file: Callable[[Path],
     kind = "" if hash_file is _whole else f"{hash_file.__name__}:"
     names = [f"{kind}{real_path(file)}:{s.st_size}:{s.st_mtime_ns}:{s.st_ctime_ns}" for file, s in zip(files, states)]
     memory: dict[str, str] = {}
+
+    def hashed() -> dict[str, str]:
+        new = {name: file for name, file in zip(names, files, strict=True) if name not in memory}
+        if sum(state.st_size for state in states) < len(files) << 16:  # a thread costs more than a small file
+            return {name: hash_file(file) for name, file in new.items()}
+        with ThreadPoolExecutor(cores()) as threads:  # hashlib lets other threads run
+            return dict(zip(new, threads.map(hash_file, new.values()), strict=True))
+
     try:
         memory = read_json_if_whole(memory_file)
         if not memory.keys() >= set(names):
             cache_folder.mkdir(parents=True, exist_ok=True)
             with locked(cache_folder / ".hashes.lock", f"hash the data's {len(files):,} files"):
                 memory = read_json_if_whole(memory_file)
-                memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
+                memory |= hashed()
                 replace(memory_file, json.dumps(memory))
     except OSError:  # the cache is read-only, or a file cannot be read
-        memory |= {name: hash_file(file) for name, file in zip(names, files) if name not in memory}
+        memory |= hashed()
     return [memory[name] for name in names]
 
 
