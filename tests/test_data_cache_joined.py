@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from components.config import ConfigError
-from components.data import DataSpec, PackedSequences, cache, prepare
+from components.data import DataSpec, PackedSequences, cache, prepare, tokens
 from components.data.tokens import JoinedTokens, Segment
 from tests.caches import WORDS, cache_of, caches_in, prepared, spec_of
 from tests.limits import finish, wait_until
@@ -56,7 +56,10 @@ def test_several_caches_are_the_stream_of_one(data: Path, monkeypatch: pytest.Mo
         assert same(pickle.loads(pickle.dumps(mine)), theirs), "in a loader worker"
 
 
-def test_any_division_is_the_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("few", [0, 1000])
+def test_any_division_is_the_whole(few: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both searches are taken: one for all tokens, and one for each row."""
+    monkeypatch.setattr(tokens, "_FEW", few)
     rng = np.random.default_rng(0)
     ends = np.sort(rng.choice(np.arange(1, 5003), 400, replace=False)).tolist()
     whole = cache_of(tmp_path / "whole", np.arange(5003), [*ends, 5003])
