@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.routing import Routing
 
 Tables = dict[str, dict[str, float]]
-"""Of dynamics: table -> part of the model -> number; of the losses of sources: step -> source -> loss."""
+"""Nested numbers. Dynamics: table -> part of the model -> number. Losses of sources: step -> source -> loss."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Observation:
     validation_loss: float
     """After the last step; 0 where nothing is validated."""
     sources: Tables = field(default_factory=dict)
-    """Of a mixture: step, or validation -> source -> loss."""
+    """Step, or validation -> source of a mixture -> loss."""
     expert_rows: dict[str, list[list[int]]] = field(default_factory=dict)
     """Of layers with experts: how many tokens each expert has had, by step."""
     routing: Routing = field(default_factory=Routing)

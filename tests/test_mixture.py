@@ -410,7 +410,7 @@ def by_label(run: train.Run) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("size", [100, 2000])
 def test_the_loss_of_a_source_is_the_mean_of_its_labels(size: int) -> None:
-    """Of texts and chats, whose rows have padding and tokens that are not trained."""
+    """The data are texts and chats, whose rows have padding and tokens that are not trained."""
     row, expected = observe(*MIXTURE, steps=2, at_end=by_label, mutate=functools.partial(cut_into_chunks, size)).extra
     assert row.keys() == expected.keys(), "sums of sources are not logged"
     assert row["loss"] == pytest.approx(expected["loss"], rel=1e-6)

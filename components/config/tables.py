@@ -96,8 +96,8 @@ class Training:
     then keep the order of the text. Datasets of the hub are always streamed, except chats and the sources of mixtures,
     which are downloaded."""
     dataset_shuffle_window: NonNegative = 0
-    """A stream is divided into windows of so many sequences, and each window is permuted; 0: the stream's order.
-    Training on a window begins when all of it is tokenized."""
+    """Number of sequences of a window. Each window of a stream is permuted; 0 keeps the stream's order. Training on a
+    window begins when the whole window is tokenized."""
     dataset_text_field: Name = "text"
     """Field or column that holds the text; "meta.text" is the field text of the field meta."""
     dataset_errors: Literal["fail", "skip"] = "fail"

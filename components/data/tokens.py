@@ -142,7 +142,7 @@ class Segment:
 class JoinedTokens(Tokens):
     """The segments of a dataset one after another. Raises ConfigError as TokenCache does, when it reads a segment.
 
-    A search finds the segments of each row of places, so many segments cost little more than one.
+    Each row of places needs one search for its segments. Thousands of segments therefore cost little more than one.
     """
 
     def __init__(self, key: str, segments: Sequence[Segment], vocab_size: int) -> None:
