@@ -73,6 +73,13 @@ def test_any_division_is_the_whole(few: int, tmp_path: Path, monkeypatch: pytest
         assert same(PackedSequences(joined, seq_len), PackedSequences(whole, seq_len))
     held = [PackedSequences(each, 41, "train", 0.07) for each in (joined, whole)]
     assert same(*held)
+    # As if files that were added later came first.
+    backwards = segments[::-1]
+    numbers = np.concatenate([np.arange(each.first_token, each.first_token + each.tokens) for each in backwards])
+    lengths = np.diff(of)
+    own = [lengths[each.first_document : each.first_document + each.documents] for each in backwards]
+    other = cache_of(tmp_path / "backwards", numbers, np.cumsum(np.concatenate(own)).tolist())
+    assert same(PackedSequences(JoinedTokens("k", backwards, 9999), 50), PackedSequences(other, 50))
 
 
 def test_a_file_that_is_added_is_tokenized_alone(
