@@ -18,7 +18,8 @@ from tokenizers import normalizers, pre_tokenizers
 from components.config import ROOT, ConfigError, Training
 from components.data import PackedSequences, data_spec
 from components.data import cache as cache_module
-from components.data.cache import _chunks, _cut, _encode
+from components.data import chunks as chunks_module
+from components.data.chunks import _chunks, _cut, _encode
 from components.data.sources import read_documents
 from components.data.tokenizer import load_tokenizer
 from components.data.tokens import BLOCK_BYTES
@@ -60,9 +61,9 @@ def test_documents_are_separated_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """Also by a token that both begins and ends a text, as GPT-2's."""
     path = save_json_tokenizer(tmp_path / "tokenizer", settings=False)
     (path / "config.json").write_text('{"bos_token_id": 1, "eos_token_id": 1}')
-    monkeypatch.setattr(cache_module, "_worker", {"dtype": "<u2", "spaces": False})
+    monkeypatch.setattr(chunks_module, "_worker", {"dtype": "<u2", "spaces": False})
     for separator, right in (("auto", "</s>In the"), ("none", "In the"), ("<s>", "</s>In the<s>")):
-        tokenizer = cache_module._worker["tokenizer"] = load_tokenizer(str(path), separator)
+        tokenizer = chunks_module._worker["tokenizer"] = load_tokenizer(str(path), separator)
         assert tokenizer.decode(np.frombuffer(_encode("In the", True, True), "<u2").tolist()) == right
     data = tmp_path / "a.jsonl"
     data.write_text('{"text": "In the beginning"}\n{"text": "God created"}\n')

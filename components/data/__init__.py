@@ -1,7 +1,7 @@
 """From text files to batches.
 
 - sources.py and formats.py read documents.
-- cache.py tokenizes documents before training; tokens.py reads what it has made.
+- cache.py tokenizes documents before training, by the processes of chunks.py; tokens.py reads what they have made.
 - token_files.py reads token files of other trainers.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.

@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from components.config import ConfigError
 from components.config.tables import Chat
-from components.data.cache import DataSpec, end_with_parent
+from components.data.cache import DataSpec
 from components.data.chats import Chats
+from components.data.chunks import end_with_parent
 from components.data.order import sequence_at
 from components.data.packed import PackedSequences
 from components.data.sources import RECORDS, BadRecord, read_records

@@ -15,7 +15,7 @@ import numpy as np
 
 from components.config import ConfigError
 from components.config.files import replace
-from components.data.cache import tokenized
+from components.data.chunks import tokenized
 from components.data.stream import StreamSpec, read_progress, read_wanted, stream_documents
 from components.data.tokens import token_dtype
 from components.launch.locks import end_process, keep_lock
