@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import EXPORTS, JobConfig, absolute_tables
+from components.config import EXPORTS, JobConfig, absolute_tables, load_config
 from components.config.environment import set_default
-from components.data import PackedSequences, build_datasets
+from components.data import PackedSequences, build_datasets, with_rows
 from components.data.loader import DIVISORS, GlobalOrder, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
 from components.launch.ending import run_to_exit
@@ -46,7 +46,7 @@ from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees
 from parallelize.precision import set_product_precision
-from parallelize.rules import check_device, load_job
+from parallelize.rules import check_device, checked
 from parallelize.runner import Batch, Runner, build_runner, row_of
 from parallelize.sharding import align_gradients
 
@@ -317,4 +317,4 @@ def main(config: JobConfig) -> int:
 
 
 if __name__ == "__main__":
-    run_to_exit(lambda argv: main(load_job(argv)), sys.argv[1:])
+    run_to_exit(lambda argv: main(checked(with_rows(load_config(argv)))), sys.argv[1:])

@@ -4,7 +4,10 @@ A family is a module of this package that defines MODEL and FLAVORS. MODELS is b
 families has to be kept.
 """
 
+import difflib
 import pkgutil
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib import import_module
 from typing import Any, Protocol
@@ -12,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from models.attention import choose_kernel
+from models.hugging_face import from_hugging_face
 from models.lora import add_adapters, keep_base
 from models.rotary import RopeScaling
 
@@ -27,7 +31,7 @@ class Chosen(Protocol):
     @property
     def flavor(self) -> str: ...
     @property
-    def vocab_size(self) -> int: ...
+    def sizes(self) -> Mapping[str, Any]: ...
     @property
     def attention_kernel(self) -> str: ...
     @property
@@ -36,10 +40,62 @@ class Chosen(Protocol):
     def lora(self) -> Any: ...
 
 
+def config_class(name: str) -> Any:
+    """The class of a family's configurations."""
+    return type(next(iter(MODELS[name][1].values())))
+
+
+def _from_json(value: Any) -> Any:
+    """A field's value: JSON has lists for tuples, and a table for the RoPE scaling."""
+    if isinstance(value, dict):
+        return RopeScaling(**{name: _from_json(each) for name, each in value.items()})
+    return tuple(value) if isinstance(value, list) else value
+
+
+def of_hugging_face(given: dict[str, Any]) -> tuple[str, Any]:
+    """The name of the family that has the model of a config.json, and its configuration.
+
+    Raises ValueError if no family has the model; the reason names the field, and families that come near.
+    """
+    families = {kind: name for name in MODELS for kind in (MODELS[name][0].hf_type, *config_class(name).hf_defaults)}
+    families.pop("", None)
+    kind, classes = given.get("model_type"), given.get("architectures") or []
+    name = families.get(kind) if isinstance(kind, str) else None
+    if name is None or not isinstance(kind, str):
+        near = difflib.get_close_matches(str(kind), families, 3, 0.5)
+        near += [other for other in families if other not in near and _accepts(families[other], given)]
+        nearest = f"; nearest are {', '.join(near[:5])}, by name or by their fields" if near else ""
+        raise ValueError(f"model_type = {kind}: not one of {', '.join(families)}{nearest}")
+    stem = kind.removesuffix("_text").replace("_", "")
+    if classes and not any(re.match(rf"{stem}(for|model)", str(each).lower()) for each in classes):
+        raise ValueError(f"architectures = {classes}: not a class of model_type = {kind}")
+    try:
+        return name, from_hugging_face(given, config_class(name))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        near = [other for other in MODELS if other != name and MODELS[other][0].hf_type and _accepts(other, given)]
+        nearest = f"; families that accept such a config.json: {', '.join(near)}" if near else ""
+        raise ValueError(f"{error}{nearest}") from error
+
+
+def _accepts(name: str, given: dict[str, Any]) -> bool:
+    """Whether a family has all that a config.json asks for, the model_type left aside."""
+    try:
+        from_hugging_face(given | {"model_type": MODELS[name][0].hf_type}, config_class(name))
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
 def sizes(model: Chosen) -> Any:
-    """The configuration of the chosen flavor, with the vocabulary and RoPE scaling that the job file asks for."""
-    config, asked = MODELS[model.name][1][model.flavor], model.rope_scaling
-    config = replace(config, vocab_size=model.vocab_size or config.vocab_size)
+    """The configuration of the chosen flavor, with the sizes and RoPE scaling that the job file asks for.
+
+    A flavor that is a folder has all its sizes in model.sizes. Raises ValueError if sizes do not fit each other, and
+    TypeError for an unknown field.
+    """
+    flavors, asked = MODELS[model.name][1], model.rope_scaling
+    given = {name: _from_json(value) for name, value in model.sizes.items()}
+    flavor = flavors.get(model.flavor)
+    config = replace(flavor, **given) if flavor else config_class(model.name)(**given)
     if not asked.rope_type:
         return config
     if asked.rope_type == "none":

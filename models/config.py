@@ -51,6 +51,22 @@ class TransformerConfig:
     frozen: tuple[str, ...] = ()
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if a size is below 1, or if heads do not fit."""
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "context_length", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: a size of 1 or more is needed")
+        if self.head_size is None and self.dim % self.n_heads:
+            raise ValueError(f"dim = {self.dim}, n_heads = {self.n_heads}: heads need equal widths; set head_size")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}: queries cannot share keys evenly"
+            )
+        if self.rotary_dim % 2:
+            raise ValueError(f"heads have {self.rotary_dim} rotated columns: rotary positions need an even number")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window = {self.window}: a query sees at least its own token")
+
     @property
     def head_dim(self) -> int:
         return self.head_size or self.dim // self.n_heads

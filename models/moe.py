@@ -69,6 +69,7 @@ class MixtureConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         """Raises ValueError if the router could not learn, or if the experts of a token do not fit into its groups."""
+        super().__post_init__()
         if self.top_k == 1 and self.normalised:
             raise ValueError(
                 "top_k = 1, normalised = True: a score divided by itself is 1, and the router would learn nothing; "

@@ -15,6 +15,7 @@ from typing import Any
 from components.config import ConfigError, JobConfig, load_config
 from parallelize.mesh import Degrees
 from parallelize.rules import check_layout
+from parallelize.rules.chosen import resolved
 from parallelize.rules.sizes import sizes_of
 
 KEYS = {
@@ -114,7 +115,7 @@ def main(argv: list[str]) -> int:
     options, words = parser.parse_known_args(argv)
     refused = Counter[str]()
     try:
-        job = load_config(words)
+        job = resolved(load_config(words))
         fixed_batch(job)
         for each in layouts(options.ranks, hasattr(sizes_of(job), "n_experts")):
             if refusal := each.refusal(job):

@@ -13,7 +13,7 @@ from components.config import ROOT, ConfigError, JobConfig, load_config, to_dict
 
 def _keys(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in tables.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             yield from _keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -234,6 +234,8 @@ CONTRADICTIONS = [
     ),
     ("--checkpoint.load_step 20", "checkpoint.load_step"),
     ("--checkpoint.load_only", "checkpoint.load_only"),
+    ("--model.vocab_multiple 8", "model.vocab_multiple"),
+    ("--checkpoint.initial_load_new_rows mean", "checkpoint.initial_load_new_rows"),
     ("--checkpoint.remote s3://bucket/run", "checkpoint.remote"),
     ("--checkpoint.remote_timeout_seconds 9", "checkpoint.remote_timeout_seconds"),
     ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),

@@ -95,7 +95,7 @@ def test_a_key_outside_of_tables_and_one_of_a_short_table_are_told(tmp_path: Pat
     path = job(tmp_path, "foo = 3\nbase_model = 'x'\n[lora]\nzzz = 1\n")
     outside, theirs, short = refused("--job.config_file", path)
     assert outside == f"{path}:1: foo = 3: unknown key, and in no table"
-    assert "here it is checkpoint.initial_load_path with initial_load_in_hf = true" in theirs
+    assert "here it is model.flavor, a folder, with checkpoint.initial_load_in_hf = true" in theirs
     assert short.startswith(f"{path}:4: lora.zzz = 1: unknown key; [lora] has rank, alpha, ")
 
 

@@ -203,8 +203,13 @@ def test_variables_of_other_launchers_are_refused_where_nothing_replaces_them() 
 def test_garbage_is_collected_while_data_are_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """But not among what is imported, nor while torch is."""
     seen: list[object] = []
+
+    def checks(config: JobConfig, settings: object) -> JobConfig:
+        seen.append(gc.isenabled())
+        return config
+
     monkeypatch.setattr(start, "preload", lambda modules, threads: None)
-    monkeypatch.setattr(start, "check_layout_and_weights", lambda config, settings: seen.append(gc.isenabled()))
+    monkeypatch.setattr(start, "check_layout_and_weights", checks)
     monkeypatch.setattr(signals, "end_at_signals", lambda when: None)
 
     def prepare_all(config: JobConfig) -> JobConfig:

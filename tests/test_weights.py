@@ -126,33 +126,39 @@ def test_a_run_from_weights_is_the_same_at_every_layout(folder: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("flavor", "layout"), [("tiny", "fsdp 3"), ("tiny", "fsdp 2, tp 2, pp 2"), ("tiny_tied", "fsdp 3")]
+    ("flavor", "layout", "new_rows"),
+    [("tiny", "fsdp 3", "step_0"), ("tiny", "fsdp 2, tp 2, pp 2", "mean"), ("tiny_tied", "fsdp 3", "step_0")],
 )
-def test_a_table_that_grows_has_the_rows_of_the_weights_and_new_ones(flavor: str, layout: str, tmp_path: Path) -> None:
-    """As one process has; the new rows are those of a run without weights, and are exported."""
+def test_a_table_that_grows_has_the_rows_of_the_weights_and_new_ones(
+    flavor: str, layout: str, new_rows: str, tmp_path: Path
+) -> None:
+    """As one process has. The new rows are those of a run without weights, or the mean of the others; exports too."""
     model = meta_model(Model(name="llama", flavor=flavor))
     config = transformers.AutoConfig.for_model(**model.hf_config())
     torch.manual_seed(0)
     path, exported = tmp_path / f"llama {flavor}", tmp_path / "exported"
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
     before, rows = load_file(path / "model.safetensors"), config.vocab_size
-    grown = ("--model.vocab_size", str(rows + 5))
+    grown = ("--model.sizes.vocab_size", str(rows + 5))
     assert sizes(chosen_model(to_dict(load_config(list(grown))))).vocab_size == rows + 5, "of run.json"
-    job = ["--job.config_file", str(RECIPE), *SMALL, *start_from(path, *grown)]
+    wanted = (*grown, "--checkpoint.initial_load_new_rows", new_rows)
+    job = ["--job.config_file", str(RECIPE), *SMALL, *start_from(path, *wanted)]
     check_initial_weights(load_config(job))
     with pytest.raises(ConfigError, match=rf"model.embed_tokens.weight is \({rows}, 64\) there and \({rows + 5}, 64\)"):
         check_initial_weights(load_config([*job, "--lora.rank", "4"]))
     ranks, words = LAYOUTS[layout]
     saves = partial(export, checkpoint=tmp_path / "run" / "step-0", target=exported)
-    observe(*start_from(path, *words, *grown), ranks=ranks, steps=0, folder=str(tmp_path / "run"), at_end=saves)
+    observe(*start_from(path, *words, *wanted), ranks=ranks, steps=0, folder=str(tmp_path / "run"), at_end=saves)
     after = tensors(exported)
     fresh = observe("--model.flavor", flavor, *grown, steps=1).first_weights
     for name in {"tok_embeddings.weight", "output.weight"} & fresh.keys():
         there = model.hf_name(name)
         assert after[there][:rows].equal(before[there].bfloat16())
-        assert after[there][rows:].equal(fresh[name][rows:].bfloat16())
+        mean = before[there].double().mean(dim=0, keepdim=True).float().expand(5, -1)
+        new = mean if new_rows == "mean" else fresh[name][rows:]
+        assert after[there][rows:].equal(new.bfloat16())
     assert json.loads((exported / "config.json").read_text())["vocab_size"] == rows + 5
-    assert not weights.check_weights(meta_model(Model(flavor=flavor, vocab_size=rows + 5)), exported)
+    assert not weights.check_weights(meta_model(Model(flavor=flavor, sizes={"vocab_size": rows + 5})), exported)
 
 
 def test_each_rank_reads_what_it_keeps_and_holds_one_tensor_more(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from components.data.remote import list_data, remote_data
 from components.data.sources import BadRecord, Unread, is_compressed
 from components.data.store import Store, within
 from components.data.stream import check_stream, is_stream
-from components.data.tokenizer import check_tokenizer, try_tokenizer
+from components.data.tokenizer import check_tokenizer, try_tokenizer, with_rows
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings, with_variables
 from components.observe.trackers import check_wandb
@@ -40,6 +40,7 @@ from components.state.folder import steps_in
 from models import meta_model, sizes
 from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.rules import check_layout, warnings
+from parallelize.rules.chosen import resolved
 
 _GIB = 2**30
 _APART_SECONDS = 60
@@ -86,7 +87,7 @@ def tokenizer(job: Job) -> str:
     model, notes = job.config.model, check_tokenizer(job.config)
     found, most = try_tokenizer(model.hf_assets_path, job.config.training.dataset_separator), sizes(model).vocab_size
     if found > most:
-        table = f"{model.name} {model.flavor} has a table of {most}; model.vocab_size = {found} grows it"
+        table = f"{model.name} {model.flavor} has a table of {most}; model.sizes.vocab_size = {found} grows it"
         reason = f"{found} tokens, but {table}"
         raise ConfigError(mistake(job.config, "model.hf_assets_path", reason))
     return "; ".join([f"{found:,} tokens, and a table of {most:,}", *notes])
@@ -314,7 +315,7 @@ def main(argv: list[str]) -> int:
     crosses = set()
     try:
         argv = with_recipe(with_variables(argv, os.environ))
-        config = load_config(argv)
+        config = resolved(with_rows(load_config(argv)))
         job = Job(argv, config, read_settings(config, os.environ))
         print(f"✓ {'configuration':16} {len(config.origins)} keys are set", flush=True)
     except ConfigError as error:

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import train
 from components.config import JobConfig, load_config
+from components.data.tokenizer import with_rows
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.observe.describe import describe
@@ -39,6 +40,7 @@ from models import loss, meta_model
 from parallelize import expert, parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
 from parallelize.rules import check_layout
+from parallelize.rules.chosen import resolved
 
 _COLLECTIVES = {
     "_allgather_base_": "gather",
@@ -287,7 +289,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def main(argv: list[str]) -> int:
     """One rank's dry run, printed, or as a line of JSON with --json; returns its exit code."""
-    config = load_config([word for word in argv if word != "--json"])
+    config = resolved(with_rows(load_config([word for word in argv if word != "--json"])))
     found = dry_run(config)
     if "--json" in argv:
         print(json.dumps(asdict(found) | {"highest": found.memory[HIGHEST]}))

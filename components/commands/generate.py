@@ -31,9 +31,8 @@ from components.launch.exit_codes import ExitCode
 from components.state.base import load_run
 from components.state.folder import chat_of, chosen_model, find_checkpoint, separator_of
 from components.state.weights import check_weights, left_out, load_weights
-from models import MODELS, meta_model
+from models import MODELS, meta_model, of_hugging_face
 from models.attention import KERNELS, AttentionCore, Visible
-from models.hugging_face import from_hugging_face
 from models.moe import Router
 from parallelize import parallelize_model
 from parallelize.groups import init_distributed
@@ -86,20 +85,11 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> Source:
 
 def _open_hugging_face(folder: Path, given_tokenizer: str | None) -> Source:
     file = folder / "config.json"
-    families = {
-        kind: name
-        for name, (model_class, flavors) in MODELS.items()
-        for kind in (model_class.hf_type, *flavors["debug"].hf_defaults)
-    }
     try:
-        given = read_json_as(dict[str, Any], file)
-        name = families.get(given.get("model_type"))
-        if name is None:
-            raise ConfigError(f"{file}: model_type = {given.get('model_type')}: not one of {', '.join(families)}")
-        model_class, flavors = MODELS[name]
+        name, sizes = of_hugging_face(read_json_as(dict[str, Any], file))
         with torch.device("meta"):
-            model = model_class(from_hugging_face(given, type(next(iter(flavors.values())))))
-    except (ArithmeticError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            model = MODELS[name][0](sizes)
+    except (RuntimeError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
     check_weights(model, folder)
     # tokenizer.json first, because it says which tokens begin and end a text. A tiktoken rank file does not say this.

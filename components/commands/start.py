@@ -32,6 +32,7 @@ from components.config import (
 )
 from components.config.files import writable
 from components.config.tables import Phase, Source, Training
+from components.data.tokenizer import with_rows
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
 from components.launch.process import preload
@@ -39,6 +40,7 @@ from components.launch.settings import Settings, gpus, read_settings, with_varia
 from components.observe.trackers import check_wandb
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, check_layout, warnings
+from parallelize.rules.chosen import resolved
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 RANK = "components.launch.rank:run"
@@ -91,7 +93,7 @@ def main(argv: list[str]) -> int:
             # The fork server imports torch while this process imports it too, for the model's sizes.
             preload([RANK.partition(":")[0]], settings.threads)
         gc.disable()  # imports make a million objects, but no garbage
-        check_layout_and_weights(config, settings)
+        config = check_layout_and_weights(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         on_cpu = config.comm.mode != "fake_backend" and not gpus()
         for warning in warnings(config, degrees, settings.ranks, on_cpu):
@@ -123,8 +125,7 @@ def with_recipe(argv: list[str]) -> list[str]:
 def check(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
     """The job, and how ranks are started. Writes nothing. Raises ConfigError."""
     config, settings = check_job(argv, environment)
-    check_layout_and_weights(config, settings)
-    return config, settings
+    return check_layout_and_weights(config, settings), settings
 
 
 def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfig, Settings]:
@@ -139,11 +140,13 @@ def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfi
     return config, settings
 
 
-def check_layout_and_weights(config: JobConfig, settings: Settings) -> None:
-    """The rest of check."""
+def check_layout_and_weights(config: JobConfig, settings: Settings) -> JobConfig:
+    """The rest of check; returns the job with its model resolved."""
+    config = resolved(with_rows(config))
     check_layout(config, resolve_degrees(config, settings.world_size))
     if config.comm.mode != "fake_backend":
         check_initial_weights(config)
+    return config
 
 
 def check_devices(config: JobConfig, settings: Settings, environment: Mapping[str, str]) -> None:
@@ -173,7 +176,8 @@ def check_initial_weights(config: JobConfig) -> None:
 
         check_adapters(meta_model(config.model), config.model.lora, Path(config.model.lora.initial_load_path))
     checkpoint = config.checkpoint
-    grown = config.model.vocab_size > 0 and not config.model.lora.rank  # adapters would never train the new rows
+    asked = "model.sizes.vocab_size" in config.origins
+    grown = asked and not config.model.lora.rank  # adapters would never train the new rows
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return
     from components.state.weights import check_weights

@@ -19,6 +19,11 @@ LARGEST = 2**31 - 1
 """Largest size or count: the product of two such numbers fits into 64 bits."""
 
 
+def is_folder(flavor: str) -> bool:
+    """Whether model.flavor is a folder instead of a name."""
+    return "/" in flavor
+
+
 class PathError(argparse.ArgumentTypeError, ValueError):
     """The reason why a path is refused, for argparse and for pydantic."""
 
@@ -134,6 +139,8 @@ PositiveFloat = Annotated[float, Gt(0)]
 Fraction = Annotated[float, Ge(0), Le(1)]
 Beta = Annotated[float, Ge(0), Lt(1)]
 Name = Annotated[str, MinLen(1)]
+Size = int | float | bool | str | list[str]
+"""The value of a field of a model's configuration, which the model's family checks."""
 PATH = AfterValidator(local_path)
 PathName = Annotated[str, MinLen(1), PATH]
 """A path; relative to the current folder."""

@@ -14,6 +14,7 @@ from components.config.tables import Chat, JobConfig, Source
 
 EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
+_OR_FOLDER = ", or model.flavor = a folder"
 _FLOAT8 = "quantize.linear.float8"
 _NOT_LOADED = "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
 _TEXTLESS = {
@@ -322,7 +323,7 @@ CONTRADICTIONS = [
             ("load_only", False, "enable", _NOT_LOADED),
             ("remote", "", "enable", "needs checkpoint.enable = true: without, there are no checkpoints"),
             ("remote_timeout_seconds", 120, "remote", "needs checkpoint.remote"),
-            ("initial_load_in_hf", False, "initial_load_path", "needs checkpoint.initial_load_path"),
+            ("initial_load_in_hf", False, "initial_load_path", f"needs checkpoint.initial_load_path{_OR_FOLDER}"),
             ("initial_load_model_only", True, "initial_load_path", "needs checkpoint.initial_load_path"),
         )
     ),
@@ -467,6 +468,22 @@ CONTRADICTIONS = [
             and not job.training.document_mask
             and job.training.dataset_format == "chat"
             and "a chat never sees the other chats of its row: leave it out"
+        ),
+    ),
+    Rule(
+        "model.vocab_multiple",
+        lambda job: (
+            "model.vocab_multiple" in job.origins
+            and job.model.sizes.get("vocab_size") != "tokenizer"
+            and 'needs model.sizes.vocab_size = "tokenizer"; other numbers of rows are taken as they are'
+        ),
+    ),
+    Rule(
+        "checkpoint.initial_load_new_rows",
+        lambda job: (
+            "checkpoint.initial_load_new_rows" in job.origins
+            and not (job.checkpoint.initial_load_in_hf and "vocab_size" in job.model.sizes)
+            and "needs checkpoint.initial_load_in_hf = true, and more rows in model.sizes.vocab_size"
         ),
     ),
     *(

@@ -105,5 +105,7 @@ def _fields(table: Any = JobConfig, prefix: str = "") -> Iterator[tuple[str, Any
 FIELDS = dict(_fields())
 ARRAYS = {*_arrays()}
 """Arrays of tables, whose keys have an index: training.mixture[1].name."""
+OPEN = {"model.sizes"}
+"""Tables whose keys are known only to the model's family, which checks them."""
 NAMES = [*FIELDS, *UNAVAILABLE, *RENAMED]
 TABLES = sorted({name.rpartition(".")[0] for name in NAMES} | {"quantize", "quantize.linear", "quantize.grouped_mm"})

@@ -14,12 +14,13 @@ from typing import Any
 import pydantic
 
 from components.config import names
-from components.config.bounds import INSIDE, PATH, PATH_OR_URL, is_url
+from components.config.bounds import INSIDE, PATH, PATH_OR_URL, PathError, Size, is_folder, is_url, local_path
 from components.config.contradictions import CONTRADICTIONS
 from components.config.keys import (
     ARRAYS,
     FIELDS,
     NAMES,
+    OPEN,
     TABLES,
     ConfigError,
     describe_type,
@@ -28,7 +29,7 @@ from components.config.keys import (
     table_of,
 )
 from components.config.optimizer import LRScheduler
-from components.config.read import Given, read_file, read_overrides
+from components.config.read import COMMAND_LINE, Given, read_file, read_overrides
 from components.config.rule import check_rules
 from components.config.tables import OF_TOKENIZER, JobConfig, Training
 
@@ -71,6 +72,11 @@ def load_config(argv: list[str]) -> JobConfig:
     model = values.get("model.name"), values.get("model.flavor")
     if model in names.RENAMED_MODELS:
         values["model.name"], values["model.flavor"] = names.RENAMED_MODELS[model]
+    if is_folder(values.get("model.flavor", "")):
+        try:
+            _take_folder(values, origins)
+        except PathError as error:
+            mistakes.append(next(each for each in given if each.key == "model.flavor").mistake(str(error)))
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     if mistakes:  # before contradictions are checked, because a default would stand for an invalid value
@@ -78,6 +84,22 @@ def load_config(argv: list[str]) -> JobConfig:
     config = _build(JobConfig, values, origins=origins)
     check_rules(CONTRADICTIONS, config)
     return config
+
+
+def _take_folder(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set what model.flavor, a folder, says of other keys. Raises PathError."""
+    folder = local_path(values["model.flavor"])
+    if not os.path.exists(folder) and (ROOT / folder).exists():
+        folder = str(ROOT / folder)
+    values["model.flavor"] = folder
+    if origins["model.flavor"] == COMMAND_LINE:  # the job file names another model and its tokenizer
+        for key in ("model.name", "model.hf_assets_path"):
+            if origins.get(key) != COMMAND_LINE:
+                values.pop(key, None)
+    values.setdefault("model.name", "")
+    values.setdefault("model.hf_assets_path", folder)
+    if values.get("checkpoint.initial_load_in_hf"):
+        values.setdefault("checkpoint.initial_load_path", folder)
 
 
 def to_json(config: JobConfig) -> str:
@@ -170,7 +192,7 @@ def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:
             return key, value
         reason = f"[[{array}]] is an array of tables; on the command line, {array}[1].{last}"
         raise ConfigError(setting.mistake(reason))
-    if key in FIELDS:
+    if key in FIELDS or key.rpartition(".")[0] in OPEN:
         return key, value
     if key in ARRAYS:
         raise ConfigError(setting.mistake(f"expected tables [[{key}]], each with its keys"))
@@ -206,7 +228,7 @@ def _unknown(key: str, value: Any) -> str:
 @functools.cache
 def _adapter(key: str) -> pydantic.TypeAdapter:
     """A validator for a key without array indices. Cached, because making one takes longer than checking a value."""
-    return pydantic.TypeAdapter(FIELDS[key], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
+    return pydantic.TypeAdapter(FIELDS.get(key, Size), config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _checked(key: str, value: Any, setting: Given) -> Any:
@@ -215,7 +237,8 @@ def _checked(key: str, value: Any, setting: Given) -> Any:
         return _adapter(plain(key)).validate_python(value)
     except pydantic.ValidationError as error:
         reasons = (str(found["ctx"]["error"]) for found in error.errors() if found["type"] == "value_error")
-        raise ConfigError(setting.mistake(next(reasons, f"expected {describe_type(FIELDS[plain(key)])}"))) from None
+        expected = f"expected {describe_type(FIELDS.get(plain(key), Size))}"
+        raise ConfigError(setting.mistake(next(reasons, expected))) from None
 
 
 _MOST_MISTAKES = 100
@@ -242,7 +265,10 @@ def _build(table: Any, values: dict[str, Any], prefix: str = "", **more: Any) ->
     hints = _type_hints(table)
     for field in dataclasses.fields(table):
         key = f"{prefix}{field.name}"
-        if key in ARRAYS:
+        if key in OPEN:
+            of_table = {name: value for name, value in values.items() if name.startswith(f"{key}.")}
+            more[field.name] = values.get(key, {}) | {name[len(key) + 1 :]: value for name, value in of_table.items()}
+        elif key in ARRAYS:
             more[field.name] = _build_array(table_of(hints[field.name]), values, key)
         elif dataclasses.is_dataclass(hints[field.name]):
             more[field.name] = _build(hints[field.name], values, f"{key}.")

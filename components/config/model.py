@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from components.config.bounds import Beta, Name, NonNegative, PathName, PositiveFloat
+from components.config.bounds import Beta, Name, NonNegative, PathName, Positive, PositiveFloat, Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,12 +51,16 @@ class Model:
     """Which model is trained."""
 
     name: Name = "llama"
-    """A name in models/__init__.py."""
+    """A name in models/__init__.py. Left out if flavor is a folder."""
     flavor: Name = "debug"
-    """A named size of that model."""
-    vocab_size: NonNegative = 0
-    """Rows of the token table and of the head; 0 takes the flavor's. Initial weights from Hugging Face may have
-    fewer rows; the remaining rows are then initialized as in a new run."""
+    """A named size of that model. Or a folder of Hugging Face's, written with a slash ("./SmolLM2-135M"): its
+    config.json says the model, its tokenizer is hf_assets_path, and its weights are those of
+    checkpoint.initial_load_in_hf. On the command line the folder replaces the job file's name and hf_assets_path."""
+    sizes: dict[str, Size] = field(default_factory=dict)
+    """Changes of the flavor or folder: any field of the model's configuration (models/config.py). vocab_size =
+    "tokenizer" takes as many rows as the tokenizer needs."""
+    vocab_multiple: Positive = 64
+    """sizes.vocab_size = "tokenizer" is rounded up to a multiple of this number."""
     attention_kernel: Name = "auto"
     """A name of KERNELS in models/attention.py; auto chooses the fastest."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)

@@ -21,6 +21,7 @@ _LORA = ("rank", "alpha", "target_modules", "use_rslora", "dropout", "base", "in
 RENAMED: dict[str, tuple[str, str]] = {
     "metrics.disable_color_printing": ("metrics.color_printing", "negate"),
     "model.tokenizer_path": ("model.hf_assets_path", "same"),
+    "model.vocab_size": ("model.sizes.vocab_size", "same"),
     "memory_estimation.disable_fake_mode": ("memory_estimation.fake_mode", "negate"),
     "parallelism.disable_loss_parallel": ("parallelism.loss_parallel", "negate"),
     **{f"lora.{name}": (f"model.lora.{name}", "same") for name in _LORA},
@@ -160,8 +161,15 @@ FOREIGN: dict[str, str] = {
     "lora_dropout": "lora.dropout",
     "lora_model_dir": "lora.initial_load_path",
     "peft_use_rslora": "lora.use_rslora",
-    "base_model": "checkpoint.initial_load_path with initial_load_in_hf = true, model.name and model.flavor",
+    "base_model": "model.flavor, a folder, with checkpoint.initial_load_in_hf = true",
     **dict.fromkeys(("use_dora", "peft_use_dora"), "nothing: adapters have no norms"),
+    # sizes of a model
+    **{name: f"model.sizes.{name}" for name in ("n_layers", "n_heads", "n_kv_heads", "dim", "ffn_dim")},
+    "hidden_size": "model.sizes.dim",
+    "num_hidden_layers": "model.sizes.n_layers",
+    "num_attention_heads": "model.sizes.n_heads",
+    "num_key_value_heads": "model.sizes.n_kv_heads",
+    "intermediate_size": "model.sizes.ffn_dim",
     # other axes
     **dict.fromkeys(("tp_size", "tensor_parallel_size", "tensor_parallel"), "parallelism.tensor_parallel_degree"),
     "sequence_tensor_parallel": "parallelism.sequence_parallel",

@@ -81,6 +81,9 @@ class Checkpoint:
     """Load only the weights from initial_load_path; optimizer, data and step start anew."""
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder: safetensors and config.json."""
+    initial_load_new_rows: Literal["step_0", "mean"] = "step_0"
+    """Rows of the token tables beyond those of the Hugging Face folder (model.sizes.vocab_size): as at step 0 of a run
+    without initial weights, or the mean of the folder's rows."""
     initial_load_in_hf_quantized: bool = False
     """The weights at initial_load_path are FP8 (in blocks) or MXFP4; each rank converts its slice to training.dtype."""
     last_save_model_only: bool = False

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli
 
-from components.config.keys import ARRAYS, FIELDS, ConfigError, describe_type, plain, show, show_key
+from components.config.keys import ARRAYS, FIELDS, OPEN, ConfigError, describe_type, plain, show, show_key
 from components.config.names import RENAMED
 
 COMMAND_LINE = "command line"
@@ -80,7 +80,7 @@ def _flatten(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, 
         if is_array and isinstance(value, list) and all(each and isinstance(each, dict) for each in value):
             for number, each in enumerate(value, 1):
                 yield from _flatten(each, f"{prefix}{name}[{number}].")
-        elif isinstance(value, dict) and not is_array and plain(f"{prefix}{name}") not in FIELDS:
+        elif isinstance(value, dict) and not is_array and plain(f"{prefix}{name}") not in FIELDS.keys() - OPEN:
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

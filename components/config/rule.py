@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +44,8 @@ def value_of(config: JobConfig, key: str) -> Any:
 
     def inside(table: Any, name: str) -> Any:
         found = re.fullmatch(r"(\w+)\[(\d+)\]", name)
+        if isinstance(table, Mapping):
+            return table.get(name)
         return getattr(table, found[1])[int(found[2]) - 1] if found else getattr(table, name)
 
     return functools.reduce(inside, key.split("."), config)

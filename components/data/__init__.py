@@ -15,6 +15,7 @@
 from components.data.cache import DataSpec, data_spec, prepare
 from components.data.datasets import build_datasets, spec_of
 from components.data.packed import PackedSequences
+from components.data.tokenizer import with_rows
 from components.data.tokens import TokenCache
 
 __all__ = [
@@ -25,4 +26,5 @@ __all__ = [
     "data_spec",
     "prepare",
     "spec_of",
+    "with_rows",
 ]

@@ -165,4 +165,4 @@ def _check_vocabulary(config: JobConfig, found: int, most: int) -> None:
 
 
 def _table(config: JobConfig, most: int) -> str:
-    return f"{config.model.name} {config.model.flavor} has a table of {most}; model.vocab_size"
+    return f"{config.model.name} {config.model.flavor} has a table of {most}; model.sizes.vocab_size"

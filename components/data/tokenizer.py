@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from bisect import bisect_right
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -280,6 +281,18 @@ def try_tokenizer(path: str, separator: str = AUTO) -> int:
     if done.returncode:
         raise ConfigError(f"{file}: the tokenizer's library breaks down on it (exit code {done.returncode})")
     return int(done.stdout)
+
+
+def with_rows(config: JobConfig) -> JobConfig:
+    """The job, with the number of rows that the tokenizer needs for model.sizes.vocab_size = "tokenizer".
+
+    Raises ConfigError if the tokenizer cannot be read.
+    """
+    model = config.model
+    if model.sizes.get("vocab_size") != "tokenizer":
+        return config
+    rows, unit = try_tokenizer(model.hf_assets_path, config.training.dataset_separator), model.vocab_multiple
+    return replace(config, model=replace(model, sizes={**model.sizes, "vocab_size": -(-rows // unit) * unit}))
 
 
 def _try(file: str, separator: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from components.config import JobConfig, LRScheduler, to_dict
+from components.config.bounds import is_folder
 from components.config.keys import show
 from components.optim.optimizer import learning_rate, rate_settings, state_bytes
 from models import meta_model, sizes
@@ -35,7 +36,10 @@ def describe(config: JobConfig, degrees: Degrees) -> str:
     """Lines about the whole model, the layout, its stages, the batch and the rate."""
     model, training = config.model, config.training
     whole = meta_model(model).parameters()
-    lines = [f"{model.name} {model.flavor}, {sum(parameter.numel() for parameter in whole):,} parameters"]
+    named = model.sizes and not is_folder(model.flavor)
+    changes = "".join(f", {name} = {value}" for name, value in model.sizes.items()) if named else ""
+    count = sum(parameter.numel() for parameter in whole)
+    lines = [f"{model.name} {model.flavor}{changes}, {count:,} parameters"]
     lines.append(draw_layout(degrees, config.parallelism.pipeline_first))
     if degrees.pp > 1:
         lines.append(describe_stages(config.parallelism, sizes(model).n_layers))

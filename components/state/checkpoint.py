@@ -11,6 +11,7 @@ publish anything after a restart. Loading executes no pickle: torch's .metadata,
 that knows only the classes of a checkpoint's table of contents.
 """
 
+import json
 import os
 import secrets
 import shutil
@@ -59,6 +60,8 @@ from parallelize.together import read_together, together
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
+_MAY_CHANGE = ("rope_scaling", "context_length", "frozen")
+"""Fields of a model's configuration: a run may go on with longer sequences, or with other frozen weights."""
 _MOST_SPARED = 3
 """Checkpoints beyond keep_latest_k that stay while they are copied to checkpoint.remote."""
 
@@ -122,6 +125,7 @@ class Checkpointer:
         self.wait()
         tensors = self._tensors(with_optimizer=not model_only)
         lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
+        lineage["model"] = self._model()
         lineage |= {"base": self.base, "adapter_scale": self.adapter_scale} if self.base else {}
         # Without moments, no step has been accepted so far.
         lineage["has_moments"] = any(self._together(lambda: bool(self.optimizer.state)))
@@ -218,7 +222,7 @@ class Checkpointer:
         path, model_only = Path(self.config.initial_load_path), self.config.initial_load_model_only
         more = ""
         if self.config.initial_load_in_hf:
-            load_weights(self.stages, path)
+            load_weights(self.stages, path, self.config.initial_load_new_rows)
             model: Any = self.stages[0]
             more = read_together(lambda: left_out(model, path), first_only=True)[0]
         state = None if self.config.initial_load_in_hf else self._load_checkpoint(path, model_only)
@@ -249,6 +253,10 @@ class Checkpointer:
         """
         check_state(saved)
         state = saved.state or {}
+        ours, theirs = self._model(), state.get("model") or {}
+        if other := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
+            reason = ", ".join(f"{name} = {theirs[name]} there and {ours[name]} here" for name in other)
+            raise ConfigError(f"{saved.folder} is of another model: {reason}: look at model.flavor and model.sizes")
         if self.base and (there := state.get("base")) != self.base:
             reason = f"its adapters were trained on another base, {there}; this one is {self.base}"
             raise ConfigError(f"{saved.folder} is refused: {reason}: look at checkpoint.initial_load_path")
@@ -266,6 +274,12 @@ class Checkpointer:
             if not isinstance(kept[key], Tensor):
                 kept[key] = type(kept[key])(tensors[name].item())
         return state
+
+    def _model(self) -> dict[str, Any]:
+        """The model's configuration, as JSON has it, without fields that may change between starts of a run."""
+        config = getattr(self.stages[0], "config", None)
+        found = json.loads(json.dumps(asdict(config))) if config else {}
+        return {name: value for name, value in found.items() if name not in _MAY_CHANGE}
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         return dict(self._named_tensors(with_optimizer))

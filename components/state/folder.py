@@ -156,7 +156,9 @@ def chosen_model(config: dict[str, Any]) -> Model:
     model = config["model"]
     rope = {key: value for key, value in model.get("rope_scaling", {}).items() if hasattr(RopeScaling, key)}
     lora = {key: value for key, value in model.get("lora", {}).items() if hasattr(Lora, key)}
-    chosen = {"name": model["name"], "flavor": model["flavor"], "vocab_size": model.get("vocab_size", 0)}
+    # Older runs have a key for the vocabulary, 0 for the flavor's.
+    sizes = model.get("sizes", {"vocab_size": model["vocab_size"]} if model.get("vocab_size") else {})
+    chosen = {"name": model["name"], "flavor": model["flavor"], "sizes": sizes}
     return Model(**chosen, rope_scaling=RopeScaling(**rope), lora=Lora(**lora))
 
 

@@ -217,16 +217,17 @@ def left_out(model: HuggingFaceModel, path: Path) -> str:
     return f"; not read: {'; '.join(said)}" if said else ""
 
 
-def load_weights(stages: list[nn.Module], path: Path) -> None:
+def load_weights(stages: list[nn.Module], path: Path, new_rows: str = "step_0") -> None:
     """Fill all but adapters from a folder that check_weights has accepted; each rank reads only its own slices.
 
+    new_rows: checkpoint.initial_load_new_rows; with "step_0", rows that the folder lacks stay as they are.
     Raises ConfigError on every rank if a file cannot be read on any, or if a number is not finite.
     """
-    read_together(lambda: _fill(stages, Folder(path)))
+    read_together(lambda: _fill(stages, Folder(path), new_rows == "mean"))
     check_finite({name: parameter for stage in stages for name, parameter in stage.named_parameters()}, path)
 
 
-def _fill(stages: list[nn.Module], folder: Folder) -> None:
+def _fill(stages: list[nn.Module], folder: Folder, by_mean: bool = False) -> None:
     for stage in stages:
         for name, parameter in stage.named_parameters():
             if is_adapter(name):
@@ -235,6 +236,22 @@ def _fill(stages: list[nn.Module], folder: Folder) -> None:
                 part = _part(stage.hf_name(name))  # type: ignore[operator]
                 rows = folder.shapes()[part.name][0] if part.name and name in TABLES else None
                 _fill_one(numbers, part, folder, rows)
+                if rows is not None and by_mean:
+                    _fill_new_rows(numbers, part, folder, rows)
+
+
+def _fill_new_rows(parameter: Tensor, part: Part, folder: Folder, rows: int) -> None:
+    """Fill the rows from `rows` on with the mean of the folder's rows, summed in one order at every layout."""
+    local, offset = own_slice(parameter)
+    new = local[max(0, rows - offset[0]) :]
+    if not new.numel():
+        return
+    columns = slice(offset[1], offset[1] + local.shape[1])
+    total = torch.zeros(local.shape[1], dtype=torch.float64)
+    at_once = max(1, _AT_ONCE // local.shape[1])
+    for row in range(0, rows, at_once):
+        total += folder.read(part.name, (slice(row, min(row + at_once, rows)), columns)).double().sum(dim=0)
+    new.copy_(total / rows)
 
 
 def _fill_one(parameter: Tensor, part: Part, folder: Folder, rows: int | None) -> None:

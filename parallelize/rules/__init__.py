@@ -3,9 +3,10 @@
 import os
 from collections.abc import Callable
 
-from components.config import JobConfig, Rule, check_rules, load_config
+from components.config import JobConfig, Rule, check_rules
 from parallelize.mesh import Degrees, global_batch_size, resolve_degrees
 from parallelize.rules import compile, expert, model, pipeline, tensor
+from parallelize.rules.chosen import check_sizes, resolved
 from parallelize.rules.device import DEVICE_RULES, Device
 from parallelize.rules.names import NAMES
 from parallelize.rules.sizes import near_multiples, sizes_of
@@ -246,9 +247,10 @@ def check_device(config: JobConfig, cuda: tuple[int, int] | None) -> None:
 
 
 def check_model(config: JobConfig) -> None:
-    """Raises ConfigError for an unknown name of NAMES, with the nearest known name."""
+    """Raises ConfigError for an unknown name of NAMES, with the nearest known name, and for wrong model.sizes."""
     for rule in NAMES:
         check_rules([rule], config)
+    check_sizes(config)
 
 
 def check_layout(config: JobConfig, degrees: Degrees) -> None:
@@ -260,9 +262,9 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
     check_rules(RULES, config, degrees)
 
 
-def load_job(argv: list[str]) -> JobConfig:
-    """The checked job of a process, one of WORLD_SIZE, that ./run_train.sh did not start. Raises ConfigError."""
-    config = load_config(argv)
+def checked(config: JobConfig) -> JobConfig:
+    """The resolved job of a process, one of WORLD_SIZE, that ./run_train.sh did not start. Raises ConfigError."""
+    config = resolved(config)
     check_layout(config, resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1"))))
     return config
 

@@ -1,8 +1,10 @@
 """The table of names that this code has to know; the other rules look them up."""
 
 from functools import partial
+from pathlib import Path
 
 from components.config import JobConfig, Rule
+from components.config.bounds import is_folder
 from parallelize.rules.sizes import not_among
 
 
@@ -16,7 +18,9 @@ def _flavor_misfit(job: JobConfig) -> str | bool:
     from models import MODELS
 
     flavors = MODELS[job.model.name][1]
-    return job.model.flavor not in flavors and not_among(job.model.flavor, flavors)
+    known = job.model.flavor in flavors or is_folder(job.model.flavor)
+    beside = "; a folder is written with a slash, ./name" if Path(job.model.flavor).is_dir() else ""
+    return not known and not_among(job.model.flavor, flavors) + beside
 
 
 def _objective_misfit(job: JobConfig) -> str | bool:

@@ -5,10 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import train
+from components.config import load_config
 from components.launch.ending import run_to_exit
 from models import MODELS
 from models.llama import FLAVORS, LlamaConfig
-from parallelize.rules import load_job
+from parallelize.rules import checked
 from tests.benchmarks.peers.clock import Clock, Job, job
 from tests.small import RECIPE
 
@@ -71,7 +72,7 @@ def main() -> None:
         return step(*arguments)
 
     vars(train)["train_step"] = timed
-    run_to_exit(train.main, load_job(words(given)))
+    run_to_exit(train.main, checked(load_config(words(given))))
 
 
 if __name__ == "__main__":
