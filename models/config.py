@@ -59,9 +59,7 @@ class TransformerConfig:
         if self.head_size is None and self.dim % self.n_heads:
             raise ValueError(f"dim = {self.dim}, n_heads = {self.n_heads}: heads need equal widths; set head_size")
         if self.n_heads % self.n_kv_heads:
-            raise ValueError(
-                f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}: queries cannot share keys evenly"
-            )
+            raise ValueError(f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}: groups of heads must be equal")
         if self.rotary_dim % 2:
             raise ValueError(f"heads have {self.rotary_dim} rotated columns: rotary positions need an even number")
         if self.window is not None and self.window < 1:

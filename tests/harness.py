@@ -49,6 +49,7 @@ from parallelize import parallelize_model
 from parallelize.groups import gather
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
+from parallelize.rules.chosen import resolved
 from tests.figures import Observation, Tables, broken_bars, figures
 from tests.limits import TimeLimit
 from tests.ranks import Ranks, kept_ranks
@@ -139,7 +140,7 @@ def _observe(case: Case, device: torch.device) -> Observation:
     if case.mutate:
         case.mutate()
     argv = ["--job.config_file", str(RECIPE), *small_for(case.overrides), *case.overrides]
-    config = load_config(argv)
+    config = resolved(load_config(argv))
     check_layout(config, resolve_degrees(config, dist.get_world_size()))
     _forget_groups(config, case.at_end is not None)
     run = train.build(config, device)

@@ -109,4 +109,8 @@ def _after_export(name: str, sizes: Any) -> Any:
 
     with torch.device("meta"):
         model: Any = MODELS[name][0](sizes)
-    return replace(from_hugging_face(model.hf_config(), type(sizes)), frozen=sizes.frozen) if model.hf_type else sizes
+    if not model.hf_type:
+        return sizes
+    back = from_hugging_face(model.hf_config(), type(sizes))
+    head_size = sizes.head_size if back.head_dim == sizes.head_dim else back.head_size  # None is dim / n_heads
+    return replace(back, frozen=sizes.frozen, head_size=head_size)
