@@ -126,8 +126,8 @@ def test_what_is_fetched_and_which_key_wants_it(hub: tuple[str, Path], tmp_path:
     assert results.pop()[0].splitlines()[1] == "tokenizer.model was left out: tokenizer.json is read"
     keys = [[line.partition(" = ")[0] for line in out.splitlines()[1:]] for out, _ in results]
     data = ["training.dataset_path", "training.dataset_streaming"]
-    weights = ["checkpoint.initial_load_path"]
-    assert keys == [data, data, ["model.hf_assets_path", *weights], ["model.hf_assets_path"], weights]
+    weights = ["model.flavor", "checkpoint.initial_load_in_hf"]
+    assert keys == [data, data, weights, ["model.hf_assets_path"], weights]
     assert results[0][0].startswith(f"{books}: 5 files of org/books at {COMMIT}")
     for served, name in ((folder / "datasets/org/books", books), (folder / "models/org/model", model)):
         for file in Path(name).rglob("*"):
