@@ -1,10 +1,26 @@
 """The configuration that all model families share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch.nn.functional as F
+from torch import Tensor
 
 from models.hugging_face import FIELDS, FIXED
 from models.rotary import RopeScaling
+
+HiddenAct = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"]
+"""Names of activations, which are Hugging Face's."""
+ACTIVATIONS: dict[HiddenAct, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""Name -> function."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,22 +48,38 @@ class TransformerConfig:
     tie_embeddings: bool = False
     head_size: int | None = None
     """Width of each head; dim / n_heads by default."""
-    qk_norm: bool = False
-    """Queries and keys are normalized per head, before RoPE."""
+    qk_norm: bool | Literal["all_heads"] = False
+    """Queries and keys are normalized before RoPE: each head by itself (True), or all heads of a token together."""
     qkv_bias: bool = False
     """The query, key and value projections have biases."""
     output_bias: bool = False
     """The output projection of attention has a bias."""
+    ffn_bias: bool = False
+    """The three matrices of a feed-forward have biases."""
+    hidden_act: HiddenAct = "silu"
+    """Activation of the feed-forward's gate."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Place of the norms of attention and feed-forward, inside the residual connection."""
     sinks: bool = False
     """Each head has a sink: a learned logit in the softmax that has no value (arXiv:2309.17453)."""
     query_size: int | None = None
     """Logits are q k / sqrt(query_size); the head width by default."""
+    attention_multiplier: float | None = None
+    """Logits are q k times this number; query_size decides by default."""
+    embedding_multiplier: float = 1.0
+    """Factor of the embeddings."""
+    residual_multiplier: float = 1.0
+    """Factor of what attention and feed-forward add to the residual stream."""
+    logits_scaling: float = 1.0
+    """The head's logits are divided by this number."""
     window: int | None = None
     """Sliding window: the most tokens that a query sees, its own included; None for no window."""
     full_every: int = 0
     """Layers whose number, counted from 1, is a multiple of full_every have no window; 0: all layers have it."""
     window_rope_theta: float | None = None
     """rope_theta of layers with a window, which then have no RoPE scaling; None: all layers have the same RoPE."""
+    no_rope_every: int = 0
+    """Layers whose number, counted from 1, is a multiple of no_rope_every have no RoPE; 0: all layers have it."""
     frozen: tuple[str, ...] = ()
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
@@ -68,6 +100,13 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.head_size or self.dim // self.n_heads
+
+    @property
+    def query_factor(self) -> float:
+        """Factor of queries, beside the 1 / sqrt(head_dim) of the kernels."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier * self.head_dim**0.5
+        return 1.0 if self.query_size is None else (self.head_dim / self.query_size) ** 0.5
 
     @property
     def rotary_dim(self) -> int:
@@ -97,6 +136,10 @@ class TransformerConfig:
     def has_window(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the window."""
         return self.window is not None and not (self.full_every and (layer + 1) % self.full_every == 0)
+
+    def has_rope(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has RoPE."""
+        return not (self.no_rope_every and (layer + 1) % self.no_rope_every == 0)
 
     def keys_seen(self, layer: int, seq_len: int) -> tuple[float, float]:
         """Two counts of keys per query: PaLM's (seq_len, or the window if smaller), and the mean of visible keys."""

@@ -1,34 +1,33 @@
 """Gemma 3 (arXiv:2503.19786), text only: five of six layers have a window; norms precede and follow each sublayer."""
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from models.attention import Visible
-from models.config import TransformerConfig
-from models.hugging_face import FIELDS, NAMES, default_sizes
-from models.layers import Attention, FeedForward
+from models.config import HiddenAct, TransformerConfig
+from models.hugging_face import ATTENTION_BIAS, FIELDS, NAMES, POST_NORMS, default_sizes
 from models.parameters import KINDS, NORM, Kind
 from models.rotary import RopeScaling
-from models.transformer import Transformer
+from models.transformer import Block, Transformer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Config(TransformerConfig):
     """Defaults that all flavors share."""
 
-    hf_fields: ClassVar[dict[str, str]] = FIELDS | {
+    hf_fields: ClassVar[dict[str, str]] = {
+        **FIELDS,
+        **ATTENTION_BIAS,
+        "hidden_act": "hidden_activation",
         "query_size": "query_pre_attn_scalar",
         "window": "sliding_window",
         "full_every": "sliding_window_pattern",
         "window_rope_theta": "rope_local_base_freq",
     }
     hf_fixed: ClassVar[dict[str, Any]] = {
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
         "attn_logit_softcapping": None,
         "final_logit_softcapping": None,
         "use_bidirectional_attention": False,
@@ -48,6 +47,8 @@ class Gemma3Config(TransformerConfig):
     full_every: int = 6
     context_length: int = 131_072
     qk_norm: bool = True
+    norms: Literal["before", "after", "both"] = "both"
+    hidden_act: HiddenAct = "gelu_pytorch_tanh"
     tie_embeddings: bool = True
 
 
@@ -93,34 +94,10 @@ class Norm(nn.RMSNorm):
         return F.rms_norm(x.float(), self.normalized_shape, 1 + self.weight.float(), self.eps).type_as(x)
 
 
-class Gemma3Attention(Attention):
-    """Attention that normalizes queries and keys by Norm."""
+class Gemma3Block(Block):
+    """A layer with norms of its own class."""
 
     norm = Norm
-
-
-class GatedGelu(FeedForward):
-    """GeGLU with the tanh approximation (arXiv:2002.05202)."""
-
-    def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.w2(F.gelu(self.w1(x_BSD), approximate="tanh") * self.w3(x_BSD))
-
-
-class Gemma3Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before and after it, inside a residual connection."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.attention = Gemma3Attention(config)
-        self.feed_forward = GatedGelu(config.dim, config.ffn_dim)
-        self.attention_norm, self.attention_post_norm, self.ffn_norm, self.ffn_post_norm = (
-            Norm(config.dim, eps=config.norm_eps) for _ in range(4)
-        )
-
-    def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
-        attended_BSD = self.attention(self.attention_norm(x_BSD), cos, sin, visible)
-        x_BSD = x_BSD + self.attention_post_norm(attended_BSD)
-        return x_BSD + self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD)))
 
 
 _NORM = replace(NORM, zero=True)
@@ -139,11 +116,7 @@ class Gemma3(Transformer):
         "layers.*.ffn_post_norm": _NORM,
         "norm": _NORM,
     }
-    hf_names: ClassVar[dict[str, str]] = NAMES | {
-        "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
-        "layers.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
-        "layers.*.ffn_post_norm": "model.layers.*.post_feedforward_layernorm",
-    }
+    hf_names: ClassVar[dict[str, str]] = NAMES | POST_NORMS
     hf_type = "gemma3_text"
     hf_class = "Gemma3ForCausalLM"
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from models.config import TransformerConfig
-from models.hugging_face import Part, default_sizes
+from models.hugging_face import ATTENTION_BIAS, FIELDS, Part, default_sizes
 from models.moe import MixtureConfig, MixtureTransformer
 from models.rotary import RopeScaling
 
@@ -18,7 +17,8 @@ class GptOssConfig(MixtureConfig):
     """Defaults that all flavors share. ffn_dim, the width of layers without experts, is not used."""
 
     hf_fields: ClassVar[dict[str, str]] = {
-        **{name: hf_name for name, hf_name in TransformerConfig.hf_fields.items() if name != "ffn_dim"},
+        **{name: hf_name for name, hf_name in FIELDS.items() if name != "ffn_dim"},
+        **ATTENTION_BIAS,
         "n_experts": "num_local_experts",
         "top_k": "num_experts_per_tok",
         "expert_dim": "intermediate_size",
@@ -26,7 +26,6 @@ class GptOssConfig(MixtureConfig):
     }
     hf_fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu",
-        "attention_bias": True,
         "swiglu_limit": 7.0,
         "swiglu_alpha": 1.702,
     }

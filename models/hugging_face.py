@@ -1,6 +1,7 @@
 """Hugging Face's names of parameters, and its config.json."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -27,6 +28,12 @@ NAMES = {
     "output": "lm_head",
 }
 """Module name of this repository -> Hugging Face's."""
+POST_NORMS = {
+    "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.ffn_norm": "model.layers.*.pre_feedforward_layernorm",
+    "layers.*.ffn_post_norm": "model.layers.*.post_feedforward_layernorm",
+}
+"""The same, for layers with norms after attention and feed-forward."""
 
 FIELDS = {
     "dim": "hidden_size",
@@ -42,6 +49,8 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
 }
 """Field of TransformerConfig -> field of config.json."""
+ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
+"""The same, for families whose biases of attention are optional."""
 
 _YARN = ("beta_slow", "beta_fast", "truncate", "mscale", "mscale_all_dim")
 _SCALING: dict[str, tuple[str, ...]] = {
@@ -52,6 +61,8 @@ _SCALING: dict[str, tuple[str, ...]] = {
 """rope_type -> the fields of RopeScaling that it uses."""
 _NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
 """Two names of the same field, both of which transformers reads."""
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "mlp_dropout", "resid_pdrop")
+"""Fields of which no model here has another value than 0."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 """transformers' defaults that most families share, for fields that a config.json omits; hf_defaults has the others."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -126,18 +137,33 @@ def to_hugging_face(config: Any) -> dict[str, Any]:
     """The fields of config.json for a TransformerConfig."""
     fields = {hf_field: getattr(config, field) for field, hf_field in config.hf_fields.items()}
     fields["head_dim"] = config.rotary_dim
-    if config.full_every:
+    if type(config).full_every:
         fields["layer_types"] = _layer_types(config)
+    if "no_rope_every" in config.hf_fields:
+        fields["no_rope_layers"] = _rope_layers(config)
     scaling = config.rope_scaling
     rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
     if rope is None and any("rope_scaling" in defaults for defaults in config.hf_defaults.values()):
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # null means transformers' default scaling
+    if "window_rope_theta" in config.hf_fields:
+        full = {"rope_type": "default", **(rope or {}), "rope_theta": config.rope_theta}
+        windowed = {"rope_type": "default", "rope_theta": config.window_rope_theta}
+        fields["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
     return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_derived}
 
 
 def _layer_types(config: Any) -> list[str]:
     kinds = ("full_attention", "sliding_attention")
     return [kinds[config.has_window(layer)] for layer in range(config.n_layers)]
+
+
+def _rope_layers(config: Any) -> list[int]:
+    return [int(config.has_rope(layer)) for layer in range(config.n_layers)]
+
+
+def _every(marked: list[bool]) -> int:
+    """The number, counted from 1, of the first marked layer; 0 if there is none."""
+    return marked.index(True) + 1 if True in marked else 0
 
 
 def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
@@ -164,12 +190,11 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         for name, value in fixed.items()
         if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null means false, or []
     ]
+    unsupported += [f"{name} = {given[name]}" for name in _DROPOUTS if given.get(name)]
     if rope_type not in ("default", *_SCALING):
         unsupported.append(f"rope_type = {rope_type}")
     elif rope_type in _SCALING and rope.get("factor") is None:
         unsupported.append(f"rope_type = {rope_type} without a factor")
-    if rope.get("attention_factor") is not None:
-        unsupported.append(f"attention_factor = {rope['attention_factor']}")
     if unsupported:
         raise ValueError(f"{', '.join(unsupported)}: not available")
     values = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
@@ -183,16 +208,26 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
             rope_type, **{name: rope[name] for name in _SCALING[rope_type] if rope.get(name) is not None}
         )
     config = config_class(**sizes, rope_scaling=scaling)
-    if unsupported := [
+    unsupported = [
         f"{name} = {given[name]}" for name, value in config.hf_derived.items() if given.get(name, value) != value
-    ]:
+    ]
+    factor = rope.get("attention_factor")
+    if factor is not None and not (scaling and math.isclose(factor, scaling.attention_factor)):
+        unsupported.append(f"attention_factor = {factor}")
+    if unsupported:
         raise ValueError(f"{', '.join(unsupported)}: not available")
     types = given.get("layer_types")
-    if types and config.window is not None and _layer_types(config) != types:
-        full = "full_attention"
-        config = replace(config, full_every=types.index(full) + 1 if full in types else 0)
+    if types and _layer_types(config) != types:
+        config = replace(config, full_every=_every([kind == "full_attention" for kind in types]))
         if _layer_types(config) != types:
-            raise ValueError(f"layer_types = {types}: not available; only every n-th layer can have full attention")
+            raise ValueError(f"layer_types = {types}: not available; only every n-th layer can differ from the others")
+    rotated = given.get("no_rope_layers") and given["no_rope_layers"][: config.n_layers]  # as transformers
+    if "no_rope_every" in config.hf_fields and rotated is not None and _rope_layers(config) != rotated:
+        config = replace(config, no_rope_every=_every([not rope for rope in rotated]))
+        if _rope_layers(config) != rotated:
+            raise ValueError(
+                f"no_rope_layers = {rotated}: not available; only every n-th layer can differ from the others"
+            )
     return config
 
 
@@ -218,7 +253,8 @@ def _meaning_of_null(field: str, values: dict[str, Any], config_class: Any) -> A
     dim, heads = values.get("hidden_size"), values.get("num_attention_heads")
     if field == "head_size" and config_class.head_size is not None and dim and heads:
         return dim // heads
-    return {"n_kv_heads": heads, "n_groups": 1, "top_groups": 1}.get(field)
+    without_biases = dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), False)
+    return ({"n_kv_heads": heads, "n_groups": 1, "top_groups": 1} | without_biases).get(field)
 
 
 def _fits(value: Any, hint: Any) -> bool:

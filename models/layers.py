@@ -9,11 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
-from models.config import TransformerConfig
+from models.config import ACTIVATIONS, HiddenAct, TransformerConfig
 from models.loss import Softmax, chunk_loss, linear_loss, softmax
 from models.objective import OBJECTIVES
 from models.rotary import apply_rotary
@@ -34,13 +33,10 @@ class Sinks(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions (arXiv:2305.13245).
 
-    With qk_norm, queries and keys are normalized per head, before RoPE (arXiv:2302.05442).
+    With qk_norm, queries and keys are normalized before RoPE (arXiv:2302.05442), by norms of class `norm`.
     """
 
-    norm: type[nn.Module] = nn.RMSNorm
-    """Class of the norms of queries and keys."""
-
-    def __init__(self, config: TransformerConfig) -> None:
+    def __init__(self, config: TransformerConfig, norm: type[nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.n_heads * self.head_dim, config.n_kv_heads * self.head_dim
@@ -50,15 +46,20 @@ class Attention(nn.Module):
         self.wo = nn.Linear(queries, config.dim, bias=config.output_bias)
         self.q_norm = self.k_norm = None
         if config.qk_norm:
-            self.q_norm, self.k_norm = (self.norm(self.head_dim, eps=config.norm_eps) for _ in range(2))
+            widths = (queries, keys) if config.qk_norm == "all_heads" else (self.head_dim, self.head_dim)
+            self.q_norm, self.k_norm = (norm(width, eps=config.norm_eps) for width in widths)
+        self.norms_all_heads = config.qk_norm == "all_heads"
         self.sinks = Sinks(config.n_heads) if config.sinks else None
-        self.query_factor = 1.0 if config.query_size is None else (self.head_dim / config.query_size) ** 0.5
+        self.query_factor = config.query_factor
         self.core = AttentionCore()
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
-        q, k, v = (projection(x_BSD).unflatten(-1, (-1, self.head_dim)) for projection in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
+        if self.norms_all_heads:
+            q, k = self._normed(q, k)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)) for each in (q, k, v))
+        if not self.norms_all_heads:
+            q, k = self._normed(q, k)
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         if self.query_factor != 1:
             q = q * self.query_factor
@@ -66,18 +67,22 @@ class Attention(nn.Module):
         out_BHSK = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), visible, sinks_H)
         return self.wo(out_BHSK.transpose(1, 2).flatten(2))
 
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return (q, k) if self.q_norm is None or self.k_norm is None else (self.q_norm(q), self.k_norm(k))
+
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv:2002.05202)."""
+    """A feed-forward with a gate (arXiv:2002.05202): SwiGLU by default."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, hidden_act: HiddenAct = "silu", bias: bool = False) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
-        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+        self.activation = ACTIVATIONS[hidden_act]
+        self.w1 = nn.Linear(dim, ffn_dim, bias=bias)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=bias)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=bias)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BSD)) * self.w3(x_BSD))
+        return self.w2(self.activation(self.w1(x_BSD)) * self.w3(x_BSD))
 
 
 class Head(nn.Linear):

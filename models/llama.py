@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.config import TransformerConfig
-from models.hugging_face import default_sizes
+from models.hugging_face import ATTENTION_BIAS, FIELDS, default_sizes
 from models.rotary import RopeScaling
 from models.transformer import Transformer
 
@@ -13,6 +13,8 @@ from models.transformer import Transformer
 class LlamaConfig(TransformerConfig):
     """Defaults that all flavors share."""
 
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | ATTENTION_BIAS | {"ffn_bias": "mlp_bias", "hidden_act": "hidden_act"}
+    hf_fixed: ClassVar[dict[str, Any]] = {}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "llama": default_sizes(4096, 32, 32, None, 11_008, 32_000, 2048),
     }

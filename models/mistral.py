@@ -12,8 +12,8 @@ from models.transformer import Transformer
 class MistralConfig(TransformerConfig):
     """Defaults that all flavors share."""
 
-    hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window"}
-    hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | {"window": "sliding_window", "hidden_act": "hidden_act"}
+    hf_fixed: ClassVar[dict[str, Any]] = {}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "mistral": default_sizes(4096, 32, 32, 8, 14_336, 32_000, 131_072) | {"sliding_window": 4096},
     }

@@ -293,11 +293,11 @@ class MixtureBlock(Block):
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
         x_BSD, normed_BSD = self.before_experts(x_BSD, cos, sin, visible)
-        return x_BSD + self.feed_forward(normed_BSD, visible.padding_BS)
+        return self.add(x_BSD, self.ffn_post_norm(self.feed_forward(normed_BSD, visible.padding_BS)))
 
     def before_experts(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Hidden states after attention, and the experts' input. compile makes one graph of this method."""
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
+        x_BSD = self.attend(x_BSD, cos, sin, visible)
         return x_BSD, self.ffn_norm(x_BSD)
 
 

@@ -52,9 +52,12 @@ KINDS: dict[str, Kind] = {
     "layers.*.attention.sinks": BIAS,
     "layers.*.attention.[qk]_norm": NORM,
     "layers.*.attention_norm": NORM,
+    "layers.*.attention_post_norm": NORM,
     "layers.*.feed_forward.w[13]": MATRIX,
     "layers.*.feed_forward.w2": OUTPUT_MATRIX,
+    "layers.*.feed_forward.w[123].bias": BIAS,
     "layers.*.ffn_norm": NORM,
+    "layers.*.ffn_post_norm": NORM,
     "norm": NORM,
     "output": HEAD,
 }

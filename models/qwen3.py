@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from models.config import TransformerConfig
-from models.hugging_face import default_sizes
+from models.hugging_face import ATTENTION_BIAS, FIELDS, default_sizes
 from models.transformer import Transformer
 
 
@@ -12,6 +12,8 @@ from models.transformer import Transformer
 class Qwen3Config(TransformerConfig):
     """Defaults that all flavors share."""
 
+    hf_fields: ClassVar[dict[str, str]] = FIELDS | ATTENTION_BIAS | {"hidden_act": "hidden_act"}
+    hf_fixed: ClassVar[dict[str, Any]] = {"use_sliding_window": False}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3": default_sizes(4096, 32, 32, 32, 22_016, 151_936, 32_768) | {"head_dim": 128},
     }

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from models.hugging_face import FIXED, default_sizes
+from models.hugging_face import ATTENTION_BIAS, default_sizes
 from models.moe import MixtureConfig, MixtureTransformer
 from models.qwen3 import Qwen3Config
 
@@ -12,7 +12,13 @@ from models.qwen3 import Qwen3Config
 class Qwen3MoeConfig(Qwen3Config, MixtureConfig):
     """Defaults that all flavors share. ffn_dim, the width of layers without experts, is not used."""
 
-    hf_fixed: ClassVar[dict[str, Any]] = FIXED | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    hf_fields: ClassVar[dict[str, str]] = MixtureConfig.hf_fields | ATTENTION_BIAS
+    hf_fixed: ClassVar[dict[str, Any]] = {
+        "hidden_act": "silu",
+        "use_sliding_window": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "qwen3_moe": default_sizes(2048, 24, 32, 4, 6144, 151_936, 32_768)
         | {"head_dim": None, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}

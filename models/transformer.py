@@ -26,21 +26,35 @@ from models.rotary import rotary_cos_sin, rotary_frequencies
 
 
 class Block(nn.Module):
-    """One layer: attention and feed-forward, each with a norm before it, inside a residual connection."""
+    """One layer: attention and feed-forward, each with norms before or after it, inside a residual connection."""
 
     attention_class: type[Attention] = Attention
     feed_forward_class: type[FeedForward] = FeedForward
+    norm: type[nn.Module] = nn.RMSNorm
+    """Class of the layer's norms."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.attention = self.attention_class(config)
-        self.feed_forward = self.feed_forward_class(config.dim, config.ffn_dim)
-        self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attention = self.attention_class(config, self.norm)
+        self.feed_forward = self.feed_forward_class(config.dim, config.ffn_dim, config.hidden_act, config.ffn_bias)
+        before, after = config.norms != "after", config.norms != "before"
+        self.attention_norm, self.attention_post_norm, self.ffn_norm, self.ffn_post_norm = (
+            self.norm(config.dim, eps=config.norm_eps) if present else nn.Identity()
+            for present in (before, after, before, after)
+        )
+        self.residual_multiplier = config.residual_multiplier
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
-        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos, sin, visible)
-        return x_BSD + self.feed_forward(self.ffn_norm(x_BSD))
+        x_BSD = self.attend(x_BSD, cos, sin, visible)
+        return self.add(x_BSD, self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD))))
+
+    def attend(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
+        """The residual stream after attention."""
+        return self.add(x_BSD, self.attention_post_norm(self.attention(self.attention_norm(x_BSD), cos, sin, visible)))
+
+    def add(self, x_BSD: Tensor, out_BSD: Tensor) -> Tensor:
+        """The residual stream with the output of attention or feed-forward."""
+        return x_BSD + (out_BSD if self.residual_multiplier == 1 else out_BSD * self.residual_multiplier)
 
 
 class Transformer(nn.Module):
@@ -104,35 +118,48 @@ class Transformer(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[:2])
-        windowed = {number: self.config.has_window(int(number)) for number in self.layers}
-        inputs = {}
-        for has_window in sorted({*windowed.values()}):
-            cos, sin, visible = self._given(positions, document_ids, has_window)
-            inputs[has_window] = cos, sin, replace(visible, dropout_keys_BS=dropout_keys)
+        # A layer's inputs depend on its window and its RoPE.
+        kinds = {n: (self.config.has_window(int(n)), self.config.has_rope(int(n))) for n in self.layers}
+        visible_by_window = {
+            windowed: replace(self._visible(positions, document_ids, windowed), dropout_keys_BS=dropout_keys)
+            for windowed in sorted({windowed for windowed, _ in kinds.values()})
+        }
+        rotations = {kind: self._rotation(positions, *kind) for kind in sorted({*kinds.values()})}
         embeds = self.tok_embeddings is not None and not self.copies_embedding
         x_BSD = self.embed(tokens) if embeds else tokens
         for number, block in self.layers.items():
-            x_BSD = block(x_BSD, *inputs[windowed[number]])
+            kind = kinds[number]
+            x_BSD = block(x_BSD, *rotations[kind], visible_by_window[kind[0]])
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
-        return x_BSD if self.output is None else self.output(x_BSD, labels, **columns)
+        if self.output is None:
+            return x_BSD
+        if self.config.logits_scaling != 1:
+            x_BSD = x_BSD / self.config.logits_scaling  # the head may compute the loss, and no logits
+        return self.output(x_BSD, labels, **columns)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (B, S) -> embeddings (B, S, D)."""
-        return self.tok_embeddings(tokens)  # type: ignore[misc]
+        x_BSD, factor = self.tok_embeddings(tokens), self.config.embedding_multiplier  # type: ignore[misc]
+        return x_BSD if factor == 1 else x_BSD * factor
 
-    def _given(self, positions: Tensor, document_ids: Tensor | None, windowed: bool) -> tuple[Tensor, Tensor, Visible]:
-        """Inputs of the layers with or without a window: cosines, sines and the Visible of their queries."""
+    def _rotation(self, positions: Tensor, windowed: bool, rotated: bool) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for layers with or without a window, and with or without RoPE."""
         config = self.config
         theta, scaling = config.rope_theta, config.rope_scaling
         if windowed and config.window_rope_theta is not None:
             theta, scaling = config.window_rope_theta, None
         frequencies = rotary_frequencies(config.rotary_dim, theta, scaling, positions.device)
-        cos, sin = rotary_cos_sin(positions, frequencies, scaling.attention_factor if scaling else 1.0)
-        visible = self.visibility(positions, document_ids, config.window if windowed else None)
+        if not rotated:  # the rotation by an angle of 0 changes no bit
+            return rotary_cos_sin(positions, torch.zeros_like(frequencies))
+        return rotary_cos_sin(positions, frequencies, scaling.attention_factor if scaling else 1.0)
+
+    def _visible(self, positions: Tensor, document_ids: Tensor | None, windowed: bool) -> Visible:
+        """The Visible of layers with or without a window."""
+        visible = self.visibility(positions, document_ids, self.config.window if windowed else None)
         if self.visibility.padding or self.visibility.padded_rows:
             visible = replace(visible, padding_BS=positions < 0)
-        return cos, sin, visible
+        return visible
 
     def kind(self, name: str) -> Kind:
         """A parameter's kind, which says whether the parameter is trained."""
@@ -169,6 +196,7 @@ class Transformer(nn.Module):
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             return [str(error)]
         theirs |= {"model_type": given.get("model_type"), "max_position_embeddings": self.config.context_length}
+        ours.pop("rope_parameters", None)  # the newer spelling of other fields
         return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
 
     def init_std(self, name: str) -> float | Uniform | None:

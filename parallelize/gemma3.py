@@ -1,13 +1,13 @@
 """How Gemma 3 is laid out over ranks: Qwen3's plan with the norms after attention and feed-forward."""
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle, SequenceParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from components.config import JobConfig, Parallelism
+from parallelize.llama import post_norms
 from parallelize.mesh import Mesh
 from parallelize.order import parallelize
 from parallelize.qwen3 import qwen3_tp_plan
-from parallelize.tensor import Replicated
 
 
 def parallelize_gemma3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[nn.Module]:
@@ -16,6 +16,5 @@ def parallelize_gemma3(model: nn.Module, mesh: Mesh, config: JobConfig) -> list[
 
 
 def gemma3_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
-    """Pattern of module names -> style. Norms after a module give local tensors, for the residual sum."""
-    after = SequenceParallel(use_local_output=True) if parallelism.sequence_parallel else Replicated()
-    return qwen3_tp_plan(parallelism) | dict.fromkeys(("layers.*.attention_post_norm", "layers.*.ffn_post_norm"), after)
+    """Module names -> style."""
+    return qwen3_tp_plan(parallelism) | post_norms(parallelism)

@@ -41,3 +41,9 @@ def llama_tp_plan(parallelism: Parallelism) -> dict[str, ParallelStyle]:
         "norm": norm,
         "output": VocabularyParallelHead(hidden, parallelism.loss_parallel),
     }
+
+
+def post_norms(parallelism: Parallelism) -> dict[str, ParallelStyle]:
+    """Module names -> style of norms after attention and feed-forward: local tensors, for the residual sum."""
+    after = SequenceParallel(use_local_output=True) if parallelism.sequence_parallel else Replicated()
+    return dict.fromkeys(("layers.*.attention_post_norm", "layers.*.ffn_post_norm"), after)

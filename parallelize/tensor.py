@@ -2,10 +2,11 @@
 sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 
 A plan is data: pattern of module names -> style. Styles are torch's own (ColwiseParallel, RowwiseParallel,
-SequenceParallel, PrepareModuleInput), and four that torch lacks:
+SequenceParallel, PrepareModuleInput), and five that torch lacks:
 
 - norms without sequence parallel
 - weights that ranks hold whole and use for their own heads
+- a norm over the heads of all ranks
 - an embedding whose gradient is no larger than a rank's rows
 - a head with its loss
 """
@@ -118,6 +119,33 @@ class OwnHeads(ParallelStyle):
 
         def forward() -> Tensor:
             return partial_sum(module.weight).chunk(device_mesh.size())[device_mesh.get_local_rank()]
+
+        module.forward = forward
+        return module
+
+
+class NormOverHeads(ParallelStyle):
+    """An RMSNorm over the queries or keys of all heads, of which each rank has its own, and the whole weight.
+
+    Takes and gives (B, S, heads of this rank x K). Ranks sum up their squares. A key head that several ranks hold
+    counts once. The gradients of the mean and of the weight are partial sums, because each rank uses its part.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, nn.RMSNorm) and module.eps is not None
+        replicate(module, device_mesh)
+        ranks, rank, eps = device_mesh.size(), device_mesh.get_local_rank(), module.eps
+
+        def forward(x_BSC: Tensor) -> Tensor:
+            weight, columns = partial_sum(module.weight).float(), x_BSC.shape[-1]
+            copies = columns * ranks // len(weight)
+            x = x_BSC.float()
+            squares = x.square().sum(-1, keepdim=True) / (copies * len(weight))
+            part = DTensor.from_local(squares, device_mesh, [Partial()], run_check=False)
+            mean = partial_sum(part.redistribute(placements=[Replicate()]))
+            first = rank // copies * columns
+            normed = x * (mean + eps).rsqrt() * weight[first : first + columns]
+            return normed.type_as(x_BSC)
 
         module.forward = forward
         return module

@@ -386,9 +386,9 @@ def families(names: Sequence[str] = FAMILIES) -> list[Layout]:
         each
         for name in names
         for each in (
-            *_product(["dp", "tp", "cp", "method"], pp=("1",), model=(name,), **_TWO),
-            *_product(["dp", "schedule"], pp=("2",), **_TWO | {"tp": ("1",), "cp": ("1",)}, model=(name,)),
-            *_product(["tp", "pp", "cp"], dp=("1",), model=(name,)),
+            *_product(["dp", "tp", "cp", "method"], True, pp=("1",), model=(name,), **_TWO),
+            *_product(["dp", "schedule"], True, pp=("2",), **_TWO | {"tp": ("1",), "cp": ("1",)}, model=(name,)),
+            *_product(["tp", "pp", "cp"], True, dp=("1",), model=(name,)),
         )
         if each.ranks <= 8
     ]
@@ -397,25 +397,30 @@ def families(names: Sequence[str] = FAMILIES) -> list[Layout]:
 _TWO: dict[str, tuple[str, ...]] = {"dp": ("1", "ddp 2", "fsdp 2")} | dict.fromkeys(("tp", "cp"), ("1", "2"))
 
 
-def _product(axes: Sequence[str], **narrowed: tuple[str, ...]) -> list[Layout]:
+def _product(axes: Sequence[str], accepted: bool = False, **narrowed: tuple[str, ...]) -> list[Layout]:
     """Layouts of every combination of these axes, up to MOST_RANKS ranks; the others have their settings in turn.
 
-    None takes much longer than the rest: settings are drawn again where they would.
+    None takes much longer than the rest: settings are drawn again where they would; with `accepted`, also where a rule
+    refuses the layout.
     """
     axes = list(dict.fromkeys([*axes, *narrowed]))
     values = itertools.product(*(narrowed.get(axis, _MULTIPLIED.get(axis, AXES[axis])) for axis in axes))
     found = dict.fromkeys(layout(**dict(zip(axes, each, strict=True))) for each in values)
     turns = random.Random(0)
     others = [axis for axis in AXES if axis not in axes and axis not in narrowed]
-    chosen = [_in_time(each, others, turns) for each in found if each.ranks <= MOST_RANKS]
+    chosen = [_in_time(each, others, turns, accepted) for each in found if each.ranks <= MOST_RANKS]
     return list(dict.fromkeys(chosen))
 
 
-def _in_time(each: Layout, others: Sequence[str], turns: random.Random) -> Layout:
-    """The layout with the other axes' settings drawn, of ten draws the first that takes no longer than most layouts."""
+def _in_time(each: Layout, others: Sequence[str], turns: random.Random, accepted: bool) -> Layout:
+    """The layout with the other axes' settings drawn, of ten draws the first that takes no longer than most layouts.
+
+    accepted: of these the first that no rule refuses, if there is one.
+    """
     drawn = [layout(**dict(each.cell) | {axis: _draw(turns, axis) for axis in others}) for _ in range(10)]
     quickest = min(drawn, key=lambda chosen: chosen.cost)
-    return next((chosen for chosen in drawn if chosen.cost <= _MOST_COST * chosen.ranks), quickest)
+    in_time = [chosen for chosen in drawn if chosen.cost <= _MOST_COST * chosen.ranks] or [quickest]
+    return next((chosen for chosen in in_time if accepted and not chosen.refusal()), in_time[0])
 
 
 def _draw(draw: random.Random, axis: str) -> str:

@@ -43,7 +43,8 @@ def _wide(sizes: Any) -> Any:
 for _, flavors in MODELS.values():
     debug = flavors["debug"]
     latent = isinstance(debug, DeepseekV3Config)  # a key for each head
-    own = {"head_size": 8 if debug.head_size else None, "n_kv_heads": 4 if latent else 2}
+    # Of a norm over two numbers, dim / n_heads in the matrix, gradients would be rounding errors for the most part.
+    own = {"head_size": 8 if debug.head_size or debug.qk_norm else None, "n_kv_heads": 4 if latent else 2}
     tiny = replace(debug, dim=64, n_layers=2, n_heads=4, **own)
     tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)
     if debug.window:
@@ -84,6 +85,7 @@ FLAVORS["deep"] = LlamaConfig(dim=128, n_layers=12, n_heads=4, n_kv_heads=4, ffn
 FLAVORS["less_deep"] = replace(FLAVORS["deep"], n_layers=8)
 # Tensors of some MiB.
 FLAVORS["wide"] = LlamaConfig(dim=512, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=1536, vocab_size=4096)
+FLAVORS["biased"] = replace(FLAVORS["tiny"], qkv_bias=True, output_bias=True, ffn_bias=True, hidden_act="relu2")
 # Nothing here divides by 2, 3 or 4 ranks.
 FLAVORS["odd"] = LlamaConfig(dim=50, n_layers=1, n_heads=5, n_kv_heads=1, ffn_dim=77, vocab_size=VOCABULARY + 3)
 

@@ -23,13 +23,22 @@ from tests.test_tokenizer import BOTH, save_named
 
 transformers = pytest.importorskip("transformers")
 
+WINDOWS = ["sliding_attention"] * 4
+
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"attention_bias": True}, "attention_bias = True: not available"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1: not available"),
+        ({"attention_bias": True}, "attention_bias is True there and False here"),
+        ({"mlp_bias": True}, "mlp_bias is True there and False here"),
+        (
+            {"layer_types": WINDOWS},
+            f"layer_types = {WINDOWS}: not available; only every n-th layer can differ from the others",
+        ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic: not available"),
-        ({"hidden_act": "gelu"}, "hidden_act = gelu: not available"),
+        ({"hidden_act": "mish"}, "hidden_act = mish: not available"),
+        ({"hidden_act": "gelu"}, "hidden_act is gelu there and silu here"),
     ],
 )
 def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) -> None:
@@ -57,7 +66,8 @@ def test_a_window_that_the_model_lacks_and_stretched_positions_in_it_are_refused
     ("name", "flavor"),
     [
         *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B"), ("mistral", "7B-v0.1"), ("mistral", "7B")),
-        *(("gemma3", "1B"), ("gemma3", "27B")),
+        *(("gemma3", "1B"), ("gemma3", "27B"), ("olmo2", "7B"), ("olmo3", "7B"), ("smollm3", "3B")),
+        ("granite", "3.3-8B"),
     ],
 )
 def test_both_spellings_of_config_json_are_read(spelling: str, name: str, flavor: str) -> None:
@@ -123,6 +133,90 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "sliding_window_pattern": 6,
         "vocab_size": 262144,
     },
+    ("olmo2", "32B"): {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+        "vocab_size": 100352,
+    },
+    ("olmo3", "32B"): {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "layer_types": 16 * [*3 * ["sliding_attention"], "full_attention"],
+        "max_position_embeddings": 65536,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 64,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": {
+            "attention_factor": 1.2079441541679836,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "yarn",
+        },
+        "rope_theta": 500000,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 100278,
+    },
+    ("smollm3", "3B"): {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "layer_types": 36 * ["full_attention"],
+        "max_position_embeddings": 65536,
+        "mlp_bias": False,
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": 9 * [1, 1, 1, 0],
+        "num_attention_heads": 16,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 128256,
+    },
+    ("granite", "3.3-8B"): {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12800,
+        "logits_scaling": 16.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 10000000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 49159,
+    },
 }
 """What is published as config.json of these models, but for names and numbers of tokens."""
 
@@ -157,7 +251,7 @@ def test_each_field_that_a_config_leaves_out_is_what_transformers_takes(kind: st
         for given in (rest, rest | dict.fromkeys(absent)):
             try:
                 theirs = transformers.AutoConfig.for_model(**given).to_dict()
-            except (TypeError, ValueError, huggingface_hub.errors.StrictDataclassError):
+            except (IndexError, TypeError, ValueError, huggingface_hub.errors.StrictDataclassError):
                 continue  # refused there: then it may be read here
             seen |= {*absent}
             if theirs.get("head_dim") is None:  # so do the models of transformers
@@ -185,6 +279,50 @@ def test_each_field_of_transformers_that_changes_logits_is_looked_at(kind: str) 
     common = {field.name for field in dataclasses.fields(transformers.PreTrainedConfig)}
     theirs = {field.name for field in dataclasses.fields(transformers.AutoConfig.for_model(kind))}
     assert theirs - common - {*NO_EFFECT} <= to_hugging_face(KINDS[kind]).keys() | {"head_dim"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "said"),
+    [
+        ("smollm3", {"no_rope_layers": [1, 0, 0, 1]}, "no_rope_layers = [1, 0, 0, 1]: not available"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window = True: not available"),
+        ("smollm3", {"layer_types": WINDOWS}, "layer_types = "),
+        ("granite", {"logits_scaling": 0}, "logits_scaling = 0: "),
+        ("granite", {"attention_dropout": 0.1}, "attention_dropout = 0.1: not available"),
+        ("olmo2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = dynamic: not available"),
+        ("olmo3", {"layer_types": ["full_attention", *WINDOWS[1:]]}, "layer_types = "),
+        (
+            "olmo3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.0}},
+            "attention_factor = 1",
+        ),
+    ],
+)
+def test_what_a_family_cannot_compute_is_refused_by_name(kind: str, changes: dict[str, Any], said: str) -> None:
+    sizes = KINDS[kind]
+    given = {name: value for name, value in to_hugging_face(sizes).items() if name != "rope_parameters"}
+    with pytest.raises(ValueError, match=re.escape(said)):
+        from_hugging_face(given | changes, type(sizes))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llama", {"qkv_bias": True, "output_bias": True, "ffn_bias": True, "hidden_act": "gelu"}),
+        ("olmo3", {"full_every": 0, "window_rope_theta": 1e4}),
+        ("olmo3", {"full_every": 1}),
+        ("gemma3_text", {"full_every": 0}),
+        ("smollm3", {"no_rope_every": 0}),
+        ("smollm3", {"no_rope_every": 1}),
+        ("granite", {"attention_multiplier": 0.0, "residual_multiplier": 2.0, "embedding_multiplier": 3}),
+    ],
+)
+def test_settings_survive_config_json_and_transformers(kind: str, changes: dict[str, Any]) -> None:
+    sizes = dataclasses.replace(KINDS[kind], **changes)
+    written = to_hugging_face(sizes)
+    assert from_hugging_face(written, type(sizes)) == dataclasses.replace(sizes, head_size=sizes.head_dim)
+    theirs = transformers.AutoConfig.for_model(kind, **written).to_dict()
+    assert to_hugging_face(from_hugging_face(theirs, type(sizes))) == written
 
 
 def test_a_field_of_another_type_and_one_without_a_value_are_named() -> None:

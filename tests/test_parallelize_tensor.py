@@ -189,6 +189,73 @@ def test_a_fault_of_shared_key_heads_is_found(fault: tuple[str, str]) -> None:
     assert broken_bars(observed, one_with_two_key_heads("llama", "AdamW"))
 
 
+OLMO = ("--model.name", "olmo2")
+OF_HEADS = {
+    "mean over the heads of a rank": (
+        TP2,
+        "(squares, device_mesh, [Partial()]",
+        "(squares * 2, device_mesh, [Replicate()]",
+    ),
+    "a shared key head counts twice": (TP4, "/ (copies * len(weight))", "/ len(weight)"),
+    "a rank has the weight of other heads": (TP4, "rank // copies * columns", "rank * columns % len(weight)"),
+    "weights' gradients not summed": (TP2, "partial_sum(module.weight)", "module.weight.to_local()"),
+    "gradients of the mean not summed": (
+        TP2,
+        "partial_sum(part.redistribute(placements=[Replicate()]))",
+        "part.full_tensor()",
+    ),
+}
+"""Faults of the norms over all heads: layout, and a replacement in NormOverHeads."""
+
+
+@functools.cache
+def one_olmo() -> Observation:
+    return observe(*OLMO, valid_labels=UNEVEN_LABELS)
+
+
+@pytest.mark.parametrize("layout", [TP2, (*TP4, *WITHOUT_SEQUENCE)], ids=["tp 2", "tp 4, two key heads"])
+def test_a_norm_over_all_heads_is_that_of_one_process(layout: tuple[str, ...]) -> None:
+    observed = observe(*OLMO, *layout, ranks=int(layout[1]), valid_labels=UNEVEN_LABELS)
+    assert not broken_bars(observed, one_olmo())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", OF_HEADS)
+def test_a_fault_of_a_norm_over_all_heads_is_found(fault: str) -> None:
+    layout, old, new = OF_HEADS[fault]
+    plant = functools.partial(rewrite, "parallelize.tensor", "NormOverHeads._apply", old, new)
+    observed = observe(*OLMO, *layout, ranks=int(layout[1]), valid_labels=UNEVEN_LABELS, mutate=plant)
+    assert "gradient" in broken_bars(observed, one_olmo())
+
+
+ADAPTERS = (*WITHOUT_SEQUENCE, "--lora.rank", "4", "--lora.alpha", "8")
+
+
+def biases_that_are_not_zero(fault: str = "") -> None:
+    rewrite("components.state.init", "_fill", "mul_(std)", "mul_(std or 0.05)")
+    if fault:
+        rewrite("parallelize.tensor", "compute_locally", "whole.add(module.bias)", fault)
+
+
+def biased(*words: str, fault: str = "", ranks: int = 1) -> Observation:
+    mutate = functools.partial(biases_that_are_not_zero, fault)
+    return observe("--model.flavor", "biased", *words, ranks=ranks, valid_labels=UNEVEN_LABELS, mutate=mutate)
+
+
+one_biased = functools.cache(biased)
+
+
+@pytest.mark.parametrize("words", [(), ADAPTERS], ids=["sequence parallel", "with adapters"])
+def test_biases_of_split_matrices_are_added_once(words: tuple[str, ...]) -> None:
+    assert not broken_bars(biased(*TP2, *words, ranks=2), one_biased(*words))
+
+
+@pytest.mark.slow
+def test_a_bias_that_each_rank_adds_is_found() -> None:
+    fault = "whole.add(DTensor.from_local(module.bias.to_local(), mesh, given))"
+    assert "gradient" in broken_bars(biased(*TP2, *ADAPTERS, ranks=2, fault=fault), one_biased(*ADAPTERS))
+
+
 def norms_differ(run: train.Run) -> list[str]:
     """Replicated parameters that are not the same bits on each tp rank."""
     differ, replicated = [], 0

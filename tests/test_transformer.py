@@ -25,6 +25,8 @@ QWEN3 = {"n_heads": 4, "head_size": 24}
 EXPERTS = {"n_experts": 8, "top_k": 3, "expert_dim": 20}
 YARN = RopeScaling("yarn", 8.0, 32, truncate=False)
 GEMMA3 = {"head_size": 24, "query_size": 40, "window": 7, "full_every": 2}
+OLMO3 = {"window": 7, "full_every": 2, "rope_scaling": RopeScaling("yarn", 8.0, 32)}
+GRANITE = {"attention_multiplier": 0.5, "logits_scaling": 3.0, "embedding_multiplier": 7.0, "residual_multiplier": 0.3}
 DEEPSEEK = {
     "family": "deepseek_v3",
     "n_kv_heads": 8,
@@ -52,6 +54,18 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "qwen3": {"family": "qwen3", **QWEN3},
     "qwen3, tied": {"family": "qwen3", "tie_embeddings": True, **QWEN3},
+    "biases and another gate": {**dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), True), "hidden_act": "gelu"},
+    "qwen3, biases": {"family": "qwen3", "qkv_bias": True, "output_bias": True, "hidden_act": "relu2", **QWEN3},
+    "olmo2": {"family": "olmo2"},
+    "olmo2, all key heads": {"family": "olmo2", "n_kv_heads": 8},
+    "olmo3": {"family": "olmo3", **OLMO3},
+    "olmo3, two bases, not stretched": {"family": "olmo3", **OLMO3, "window_rope_theta": 1e4, "rope_scaling": None},
+    "olmo3, windows in all layers": {"family": "olmo3", **OLMO3, "full_every": 0, "hidden_act": "relu"},
+    "smollm3": {"family": "smollm3", "n_layers": 5, "no_rope_every": 2},
+    "smollm3, biases": {"family": "smollm3", "qkv_bias": True, "output_bias": True, "ffn_bias": True},
+    "smollm3, stretched": {"family": "smollm3", "n_layers": 4, "rope_scaling": YARN, "tie_embeddings": False},
+    "granite": {"family": "granite", **GRANITE},
+    "granite, not tied": {"family": "granite", "tie_embeddings": False, "ffn_bias": True, **GRANITE},
     "qwen2": {"family": "qwen2"},
     "qwen2, one key head, tied": {"family": "qwen2", "n_kv_heads": 1, "tie_embeddings": True},
     "mistral": {"family": "mistral", "window": 7},
@@ -88,7 +102,7 @@ def build_pair(length: int, family: str = "llama", **changes: Any) -> tuple[Tran
             if ours.kind(name).role == "norm":  # ones would hide a norm that is left out
                 parameter.add_(torch.linspace(-0.5, 0.5, parameter.numel()))
             elif ours.kind(name).role == "bias":
-                parameter.copy_(torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter))
+                parameter.copy_(torch.linspace(-0.2, 0.2, parameter.numel()).view_as(parameter))
             elif name != "tok_embeddings.weight":
                 parameter.mul_(5)  # attention that is not close to uniform
             if name.endswith("router.bias") and ours.hf_name(name):
@@ -184,6 +198,15 @@ PUBLISHED = {
     ("qwen2", "72B"): 72_706_203_648,
     ("mistral", "7B-v0.1"): 7_241_732_096,
     ("mistral", "7B"): 7_248_023_552,
+    ("olmo2", "1B"): 1_484_916_736,
+    ("olmo2", "7B"): 7_298_617_344,
+    ("olmo2", "13B"): 13_716_198_400,
+    ("olmo2", "32B"): 32_234_279_936,
+    ("olmo3", "7B"): 7_298_011_136,
+    ("olmo3", "32B"): 32_233_522_176,
+    ("smollm3", "3B"): 3_075_098_624,
+    ("granite", "3.3-2B"): 2_533_539_840,
+    ("granite", "3.3-8B"): 8_170_864_640,
     ("gemma3", "270M"): 268_098_176,
     ("gemma3", "1B"): 999_885_952,
     ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),

@@ -37,6 +37,7 @@ PP = ("--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_par
 TP = ("--parallelism.tensor_parallel_degree", "2")
 BATCH = ("--training.local_batch_size", "8", "--training.global_batch_size", "48")
 FAMILIES = ["llama long", "llama tiny_tied", "qwen3 tiny_tied", "qwen3_moe tiny", "gpt_oss tiny", "qwen2 tiny"]
+FAMILIES += ["olmo2 tiny", "olmo3 tiny", "smollm3 tiny_tied", "granite tiny_tied"]
 FAMILIES += ["deepseek_v3 tiny", "deepseek_v3 tiny_sigmoid", "mistral tiny", "gemma3 tiny_tied"]
 LAYOUTS = {"one": (1, ()), "fsdp 3": (3, ()), "fsdp 2, tp 2, pp 2": (8, (*TP, *PP))}
 
@@ -49,7 +50,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """
     name, flavor = request.param.split()
     path = tmp_path_factory.mktemp("hub") / f"{name} {flavor}"
-    config = transformers.AutoConfig.for_model(**meta_model(Model(name=name, flavor=flavor)).hf_config())
+    given = meta_model(Model(name=name, flavor=flavor)).hf_config() | {"pad_token_id": None}  # within the table
+    config = transformers.AutoConfig.for_model(**given)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(torch.bfloat16)
     for module in model.modules():
