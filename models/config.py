@@ -1,5 +1,6 @@
 """The configuration that all model families share."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -8,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-from models.hugging_face import FIELDS, FIXED
+from models.hugging_face import FIELDS, FIXED, ROPE_TYPES
 from models.rotary import RopeScaling
 
 HiddenAct = Literal["silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2"]
@@ -33,6 +34,8 @@ class TransformerConfig:
     """Fields of config.json whose value is the same for every model of the family."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
     """model_type -> transformers' defaults for fields that a config.json omits: default_sizes and more."""
+    hf_rope_types: ClassVar[dict[str, str]] = ROPE_TYPES
+    """rope_type of config.json -> rope_type of RopeScaling."""
 
     dim: int
     n_layers: int
@@ -48,6 +51,8 @@ class TransformerConfig:
     tie_embeddings: bool = False
     head_size: int | None = None
     """Width of each head; dim / n_heads by default."""
+    rotary_fraction: float = 1.0
+    """Part of a head's columns, from the first, that RoPE rotates."""
     qk_norm: bool | Literal["all_heads"] = False
     """Queries and keys are normalized before RoPE: each head by itself (True), or all heads of a token together."""
     qkv_bias: bool = False
@@ -84,7 +89,7 @@ class TransformerConfig:
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a size is below 1, or if heads do not fit."""
+        """Raises ValueError if a size is below 1, or if heads or the rotary positions do not fit."""
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "context_length", "head_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: a size of 1 or more is needed")
@@ -92,8 +97,16 @@ class TransformerConfig:
             raise ValueError(f"dim = {self.dim}, n_heads = {self.n_heads}: heads need equal widths; set head_size")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads = {self.n_heads}, n_kv_heads = {self.n_kv_heads}: groups of heads must be equal")
-        if self.rotary_dim % 2:
-            raise ValueError(f"heads have {self.rotary_dim} rotated columns: rotary positions need an even number")
+        scaling, width = self.rope_scaling, self.rotary_dim
+        if width % 2 or not 0 < width <= self.head_dim:
+            raise ValueError(
+                f"rotary_fraction = {self.rotary_fraction:g}: RoPE would rotate {width} of {self.head_dim} columns of "
+                "each head, and can rotate an even number; use another fraction, or heads of another width"
+            )
+        for name in ("short_factor", "long_factor") if scaling and scaling.rope_type == "longrope" else ():
+            factors = getattr(scaling, name)
+            if len(factors) != width // 2 or not all(0 < factor < math.inf for factor in factors):
+                raise ValueError(f"{name} has {len(factors)} numbers: use {width // 2} positive numbers")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window = {self.window}: a query sees at least its own token")
 
@@ -111,7 +124,7 @@ class TransformerConfig:
     @property
     def rotary_dim(self) -> int:
         """Width of the part of a head that RoPE rotates."""
-        return self.head_dim
+        return int(self.head_dim * self.rotary_fraction)
 
     @property
     def value_dim(self) -> int:
@@ -132,6 +145,11 @@ class TransformerConfig:
     def hf_derived(self) -> dict[str, Any]:
         """Fields of config.json that follow from other fields."""
         return {}
+
+    @property
+    def hf_written(self) -> dict[str, Any]:
+        """Fields that are written into config.json, whatever is read from there."""
+        return {"head_dim": self.head_dim}
 
     def has_window(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has the window."""

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
 from models.hugging_face import FIELDS, FIXED, Part, default_sizes
-from models.moe import MixtureBlock, MixtureConfig, MixtureTransformer
+from models.moe import MixtureConfig, SharedMixtureTransformer
 from models.parameters import MATRIX, NORM, Kind
 from models.rotary import RopeScaling, apply_rotary
-from models.transformer import Block
 
 _SHARED_DEFAULTS: dict[str, Any] = {
     "q_lora_rank": 1536,
@@ -85,8 +84,6 @@ class DeepseekV3Config(MixtureConfig):
         },
     }
 
-    n_dense_layers: int
-    """Number of first layers, which have a feed-forward of width ffn_dim instead of experts."""
     q_lora_rank: int | None = None
     """Width of the queries' latent; None: queries are projected directly."""
     kv_lora_rank: int = 512
@@ -110,10 +107,6 @@ class DeepseekV3Config(MixtureConfig):
         return self.v_dim
 
     @property
-    def tp_columns(self) -> dict[str, int]:
-        return ({"ffn_dim": self.ffn_dim} if self.n_dense_layers else {}) | super().tp_columns
-
-    @property
     def whole_widths(self) -> dict[str, int]:
         latents = {"q_lora_rank": self.q_lora_rank or 0, "kv_lora_rank": self.kv_lora_rank, "rope_dim": self.rope_dim}
         return super().whole_widths | latents
@@ -123,6 +116,10 @@ class DeepseekV3Config(MixtureConfig):
         if self.score == "sigmoid":
             return {"topk_method": "noaux_tc"}
         return {"topk_method": "greedy" if self.n_groups == 1 else "group_limited_greedy", "norm_topk_prob": False}
+
+    @property
+    def hf_written(self) -> dict[str, Any]:
+        return {"head_dim": self.rope_dim}
 
     def __post_init__(self) -> None:
         """Raises ValueError if n_kv_heads differs from n_heads, or if head_size is set."""
@@ -258,25 +255,21 @@ def _halves(x_BSHP: Tensor) -> Tensor:
 _ATTENTION = "model.layers.*.self_attn"
 
 
-class DeepseekV3(MixtureTransformer):
+class DeepseekV3(SharedMixtureTransformer):
     """DeepSeek-V3, or DeepSeek-V2 if the score is softmax."""
 
-    kinds: ClassVar[dict[str, Kind]] = MixtureTransformer.kinds | {
+    kinds: ClassVar[dict[str, Kind]] = SharedMixtureTransformer.kinds | {
         "layers.*.attention.w*_[ab]": MATRIX,
         "layers.*.attention.*_norm": NORM,
     }
     hf_names: ClassVar[Mapping[str, str | Part]] = {
-        **MixtureTransformer.hf_names,
+        **SharedMixtureTransformer.hf_names,
         "layers.*.attention.wq_a": f"{_ATTENTION}.q_a_proj",
         "layers.*.attention.q_norm": f"{_ATTENTION}.q_a_layernorm",
         "layers.*.attention.wq_b": f"{_ATTENTION}.q_b_proj",
         "layers.*.attention.wkv_a": f"{_ATTENTION}.kv_a_proj_with_mqa",
         "layers.*.attention.kv_norm": f"{_ATTENTION}.kv_a_layernorm",
         "layers.*.attention.wkv_b": f"{_ATTENTION}.kv_b_proj",
-        "layers.*.feed_forward.shared.w1": "model.layers.*.mlp.shared_experts.gate_proj",
-        "layers.*.feed_forward.shared.w2": "model.layers.*.mlp.shared_experts.down_proj",
-        "layers.*.feed_forward.shared.w3": "model.layers.*.mlp.shared_experts.up_proj",
-        "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     }
     hf_type = "deepseek_v3"
     hf_class = "DeepseekV3ForCausalLM"
@@ -288,23 +281,14 @@ class DeepseekV3(MixtureTransformer):
 
     def make_layer(self, layer: int) -> nn.Module:
         """The layer with this number, counted from 0; it has latent attention."""
-        config: Any = self.config
-        block: Any = (Block if layer < config.n_dense_layers else MixtureBlock)(config)
-        block.attention = LatentAttention(config)
+        block: Any = super().make_layer(layer)
+        block.attention = LatentAttention(self.config)  # type: ignore[arg-type]
         return block
 
     def hf_name(self, name: str) -> str | Part:
         """Hugging Face's name of a parameter; empty for router biases in V2, whose files have none."""
         is_absent = self.hf_type == "deepseek_v2" and name.endswith("router.bias")
         return "" if is_absent else super().hf_name(name)
-
-    def hf_ignores(self, there: str) -> bool:
-        """Also ignores the multi-token-prediction layer, which published files have after the last layer."""
-        return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
-
-    def hf_config(self) -> dict[str, Any]:
-        """The content of config.json, which declares no multi-token-prediction layer."""
-        return super().hf_config() | {"num_nextn_predict_layers": 0}
 
 
 MODEL = DeepseekV3

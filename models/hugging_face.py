@@ -53,16 +53,23 @@ ATTENTION_BIAS = {"qkv_bias": "attention_bias", "output_bias": "attention_bias"}
 """The same, for families whose biases of attention are optional."""
 
 _YARN = ("beta_slow", "beta_fast", "truncate", "mscale", "mscale_all_dim")
+_FACTORS = ("short_factor", "long_factor")
 _SCALING: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
     "linear": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings", *_YARN),
+    "yarn": ("factor", "original_max_position_embeddings", *_YARN, "attention_factor"),
+    "longrope": (*_FACTORS, "factor", "original_max_position_embeddings", "attention_factor"),
 }
 """rope_type -> the fields of RopeScaling that it uses."""
+ROPE_TYPES = {name: name for name in ("default", *_SCALING)}
+"""Default of hf_rope_types."""
+_DROPOUTS = (
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "mlp_dropout", "resid_pdrop"),
+    "router_jitter_noise",
+)
+"""Fields of config.json that make training random, of all families; no model here has them."""
 _NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
 """Two names of the same field, both of which transformers reads."""
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "mlp_dropout", "resid_pdrop")
-"""Fields of which no model here has another value than 0."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
 """transformers' defaults that most families share, for fields that a config.json omits; hf_defaults has the others."""
 FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "use_sliding_window": False}
@@ -83,7 +90,10 @@ def default_sizes(
 
 
 class Part(NamedTuple):
-    """A parameter that is a slice or a transpose of a tensor in a Hugging Face folder; a value of hf_names."""
+    """A parameter that is a slice or a transpose of a tensor in a Hugging Face folder; a value of hf_names.
+
+    The slice has some of the tensor's columns, or some of the rows of a matrix.
+    """
 
     name: str
     """The tensor's name."""
@@ -93,15 +103,24 @@ class Part(NamedTuple):
     """The index, along the tensor's last dimension, of the parameter's first column."""
     step: int = 1
     """Stride of the parameter's columns in the tensor, which interleaves `step` parameters of equal shape."""
+    rows: range = range(0)
+    """The parameter's rows in the tensor; empty: all."""
+    all_rows: int = 0
+    """Rows of the tensor, if the parameter has some of them."""
 
     def whole_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The tensor's shape, given the parameter's shape."""
         swapped = self._swapped(shape)
+        if self.rows:
+            return self.all_rows, *swapped[1:]
         return swapped if self.step == 1 else (*swapped[:-1], swapped[-1] * self.step)
 
     def where(self, where: tuple[slice, ...]) -> tuple[slice, ...]:
         """The slice of the tensor that holds a non-empty slice of the parameter; `turned` then transposes it."""
         swapped = self._swapped(where)
+        if self.rows:
+            own = self.rows[swapped[0]]
+            return slice(own.start, own.stop), *swapped[1:]
         if self.step == 1:
             return swapped
         first, last = (self.first + column * self.step for column in (swapped[-1].start, swapped[-1].stop - 1))
@@ -112,6 +131,8 @@ class Part(NamedTuple):
 
     def of(self, whole: Tensor) -> Tensor:
         """The view of the tensor that has the parameter's shape."""
+        if self.rows:
+            whole = whole[self.rows.start : self.rows.stop]
         return self.turned(whole if self.step == 1 else whole[..., self.first :: self.step])
 
     def _swapped(self, dims: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -136,20 +157,27 @@ def hugging_face_name(name: str, names: Mapping[str, str | Part]) -> str | Part:
 def to_hugging_face(config: Any) -> dict[str, Any]:
     """The fields of config.json for a TransformerConfig."""
     fields = {hf_field: getattr(config, field) for field, hf_field in config.hf_fields.items()}
-    fields["head_dim"] = config.rotary_dim
     if type(config).full_every:
         fields["layer_types"] = _layer_types(config)
     if "no_rope_every" in config.hf_fields:
         fields["no_rope_layers"] = _rope_layers(config)
-    scaling = config.rope_scaling
-    rope = scaling and {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
+    rope = rope_fields(config.rope_scaling)
     if rope is None and any("rope_scaling" in defaults for defaults in config.hf_defaults.values()):
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}  # null means transformers' default scaling
     if "window_rope_theta" in config.hf_fields:
         full = {"rope_type": "default", **(rope or {}), "rope_theta": config.rope_theta}
         windowed = {"rope_type": "default", "rope_theta": config.window_rope_theta}
         fields["rope_parameters"] = {"full_attention": full, "sliding_attention": windowed}
-    return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_derived}
+    return {**config.hf_fixed, **fields, "rope_scaling": rope, **config.hf_written, **config.hf_derived}
+
+
+def rope_fields(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """rope_scaling of config.json."""
+    if scaling is None:
+        return None
+    values = {name: getattr(scaling, name) for name in ("rope_type", *_SCALING[scaling.rope_type])}
+    values |= {name: [*values[name]] for name in _FACTORS if name in values}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _layer_types(config: Any) -> list[str]:
@@ -183,7 +211,9 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
             given = given | {"rope_local_base_freq": windowed["rope_theta"]}
         if windowed.get("rope_type", "default") != "default":
             unsupported.append(f"rope_type = {windowed['rope_type']} of sliding_attention")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    given_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type = config_class.hf_rope_types.get(str(given_type))
+    fraction = rope.get("partial_rotary_factor", given.get("partial_rotary_factor"))
     fixed = {name: given.get(name, value) for name, value in config_class.hf_fixed.items()}
     unsupported += [
         f"{name} = {value}"
@@ -191,30 +221,39 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null means false, or []
     ]
     unsupported += [f"{name} = {given[name]}" for name in _DROPOUTS if given.get(name)]
-    if rope_type not in ("default", *_SCALING):
-        unsupported.append(f"rope_type = {rope_type}")
+    if rope_type is None:
+        unsupported.append(f"rope_type = {given_type}")
+    elif rope_type == "longrope":
+        unsupported += [f"{name} = {rope.get(name)}" for name in _FACTORS if not _is_list_of_numbers(rope.get(name))]
     elif rope_type in _SCALING and rope.get("factor") is None:
         unsupported.append(f"rope_type = {rope_type} without a factor")
+    if rope.get("attention_factor") is not None and "attention_factor" not in _SCALING.get(rope_type or "", ()):
+        unsupported.append(f"attention_factor = {rope['attention_factor']}")
+    if fraction not in (None, 1) and "rotary_fraction" not in config_class.hf_fields:
+        unsupported.append(f"partial_rotary_factor = {fraction}")
     if unsupported:
         raise ValueError(f"{', '.join(unsupported)}: not available")
-    values = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta"))}
+    values = {**given, "rope_theta": rope.get("rope_theta", given.get("rope_theta")), "partial_rotary_factor": fraction}
     sizes = _sizes(values, config_class)
     scaling = None
     if rope_type in _SCALING:
         length = "original_max_position_embeddings"
         lengths = (given.get(length), rope.get(length), given.get("max_position_embeddings"))
         rope = rope | {length: next((value for value in lengths if value is not None), None)}
+        if rope_type == "longrope":
+            rope |= {name: tuple(rope[name]) for name in _FACTORS}
+            if rope.get("factor") is None:
+                rope["factor"] = given["max_position_embeddings"] / rope[length]
         scaling = RopeScaling(
             rope_type, **{name: rope[name] for name in _SCALING[rope_type] if rope.get(name) is not None}
         )
+    if scaling and scaling.attention_factor is not None:
+        derived = replace(scaling, attention_factor=None)
+        scaling = derived if math.isclose(derived.amplitude, scaling.amplitude) else scaling
     config = config_class(**sizes, rope_scaling=scaling)
-    unsupported = [
-        f"{name} = {given[name]}" for name, value in config.hf_derived.items() if given.get(name, value) != value
-    ]
-    factor = rope.get("attention_factor")
-    if factor is not None and not (scaling and math.isclose(factor, scaling.attention_factor)):
-        unsupported.append(f"attention_factor = {factor}")
-    if unsupported:
+    if unsupported := [
+        f"{name} = {given[name]}" for name, value in config.hf_derived.items() if given.get(name) not in (None, value)
+    ]:
         raise ValueError(f"{', '.join(unsupported)}: not available")
     types = given.get("layer_types")
     if types and _layer_types(config) != types:
@@ -254,7 +293,12 @@ def _meaning_of_null(field: str, values: dict[str, Any], config_class: Any) -> A
     if field == "head_size" and config_class.head_size is not None and dim and heads:
         return dim // heads
     without_biases = dict.fromkeys(("qkv_bias", "output_bias", "ffn_bias"), False)
-    return ({"n_kv_heads": heads, "n_groups": 1, "top_groups": 1} | without_biases).get(field)
+    others = {"n_kv_heads": heads, "n_groups": 1, "top_groups": 1, "rotary_fraction": 1.0}
+    return (others | without_biases).get(field)
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(type(each) in (int, float) for each in value)
 
 
 def _fits(value: Any, hint: Any) -> bool:

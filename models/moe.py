@@ -33,6 +33,8 @@ class MixtureConfig(TransformerConfig):
         "normalised": "norm_topk_prob",
     }
 
+    n_dense_layers: int = 0
+    """Number of first layers, which have a feed-forward of width ffn_dim instead of experts."""
     n_experts: int
     top_k: int
     """Experts per token."""
@@ -65,7 +67,8 @@ class MixtureConfig(TransformerConfig):
 
     @property
     def tp_columns(self) -> dict[str, int]:
-        return {"n_shared x expert_dim": self.shared_dim} if self.n_shared else {}
+        shared = {"n_shared x expert_dim": self.shared_dim} if self.n_shared else {}
+        return ({"ffn_dim": self.ffn_dim} if self.n_dense_layers else {}) | shared
 
     def __post_init__(self) -> None:
         """Raises ValueError if the router could not learn, or if the experts of a token do not fit into its groups."""
@@ -81,6 +84,13 @@ class MixtureConfig(TransformerConfig):
                 f"{self.n_groups} groups; use n_groups that divides n_experts, and top_k of at most "
                 "n_experts / n_groups * top_groups"
             )
+        if self.n_groups > 1 and self.score == "sigmoid" and self.n_groups * 2 > self.n_experts:
+            raise ValueError(
+                f"n_groups = {self.n_groups}: the score of a group is the sum of its two best experts, and "
+                f"{self.n_experts} experts give a group less than two; use at most {self.n_experts // 2}"
+            )
+        if self.top_groups > self.n_groups:
+            raise ValueError(f"top_groups = {self.top_groups}: there are {self.n_groups} groups; use at most so many")
 
 
 _TINY = 1e-20
@@ -313,7 +323,7 @@ def _sum(total: Tensor | None, more: Tensor) -> Tensor:
 
 
 class MixtureTransformer(Transformer):
-    """A transformer with experts in each layer."""
+    """A transformer with experts in each layer after the first n_dense_layers."""
 
     block = MixtureBlock
     kinds: ClassVar[dict[str, Kind]] = KINDS | {
@@ -335,6 +345,11 @@ class MixtureTransformer(Transformer):
         "layers.*.feed_forward.experts.w3": "model.layers.*.mlp.experts.*.up_proj.weight",
     }
 
+    def make_layer(self, layer: int) -> nn.Module:
+        """The layer with this number, counted from 0."""
+        config: Any = self.config
+        return (Block if layer < config.n_dense_layers else self.block)(config)
+
     def kind(self, name: str) -> Kind:
         """A parameter's kind. Only top_k of n_experts experts, and their adapters, multiply a token."""
         kind, config = super().kind(name), self.config
@@ -345,3 +360,23 @@ class MixtureTransformer(Transformer):
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's precision in a Hugging Face folder. router.bias is float32: rounding would change choices."""
         return torch.float32 if self.kind(name) == BALANCE else dtype
+
+
+class SharedMixtureTransformer(MixtureTransformer):
+    """A mixture whose published files have shared experts, biases of routers, and a multi-token-prediction layer."""
+
+    hf_names: ClassVar[Mapping[str, str | Part]] = {
+        **MixtureTransformer.hf_names,
+        "layers.*.feed_forward.shared.w1": "model.layers.*.mlp.shared_experts.gate_proj",
+        "layers.*.feed_forward.shared.w2": "model.layers.*.mlp.shared_experts.down_proj",
+        "layers.*.feed_forward.shared.w3": "model.layers.*.mlp.shared_experts.up_proj",
+        "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    }
+
+    def hf_ignores(self, there: str) -> bool:
+        """Also ignores the multi-token-prediction layer, which comes after the last layer."""
+        return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
+
+    def hf_config(self) -> dict[str, Any]:
+        """The content of config.json, which declares no multi-token-prediction layer."""
+        return super().hf_config() | {"num_nextn_predict_layers": 0}

@@ -1,7 +1,8 @@
 """The layout of adapters in a PEFT folder: names, shapes and settings (PEFT 0.21, transformers 5).
 
 In PEFT the experts of a layer have two parameters, gate_up_proj and down_proj. PEFT fuses gate and up: two rank-r
-adapters become one of rank 2 r, whose B is block-diagonal.
+adapters become one of rank 2 r, whose B is block-diagonal. So do adapters of matrices that are one tensor in the files,
+such as queries, keys and values of Phi-3.
 """
 
 from collections.abc import Callable, Iterable
@@ -52,12 +53,32 @@ def _place(model: Any, name: str, with_experts: bool) -> Place:
     parameter = model.get_parameter(name)
     if isinstance(model.get_submodule(module), Experts):
         return _place_of_experts(model, module, *factor.split("_", 1))
-    target = model.hf_name(f"{module}.weight").removesuffix(".weight")
+    hf_name = model.hf_name(f"{module}.weight")
+    if isinstance(hf_name, Part):
+        return _place_of_rows(model, module, factor, hf_name)
+    target = hf_name.removesuffix(".weight")
     key = f"base_model.model.{target}.{factor}.weight"
     # In a model with experts, PEFT takes modules of these names for matrices of experts.
     as_parameter = with_experts and target.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
     target += ".weight" * as_parameter
     return Place(key, tuple(parameter.shape), lambda whole: whole, target, as_parameter)
+
+
+def _place_of_rows(model: Any, module: str, factor: str, part: Part) -> Place:
+    """The place of an adapter's matrix of a matrix that is some of the rows of a tensor."""
+    parent, _, child = module.rpartition(".")
+    adapted = {name for name, each in model.get_submodule(parent).named_children() if hasattr(each, "lora_A")}
+    names = {name: model.hf_name(f"{parent}.{name}.weight") for name in sorted(adapted)}
+    fused = [name for name, there in names.items() if isinstance(there, Part) and there.name == part.name]
+    rank, in_features = model.get_parameter(f"{module}.lora_A").shape
+    ranks = slice(fused.index(child) * rank, (fused.index(child) + 1) * rank)
+    rows = slice(part.rows.start, part.rows.stop) if factor == "lora_B" else ranks
+    columns = ranks if factor == "lora_B" else slice(None)
+    all_ranks = len(fused) * rank
+    shape = (part.all_rows, all_ranks) if factor == "lora_B" else (all_ranks, in_features)
+    target = part.name.removesuffix(".weight")
+    name = f"base_model.model.{target}.{factor}.weight"
+    return Place(name, shape, lambda whole: whole[rows, columns], target, False, len(fused))
 
 
 def _place_of_experts(model: Any, module: str, matrix: str, factor: str) -> Place:
@@ -78,6 +99,7 @@ def _place_of_experts(model: Any, module: str, matrix: str, factor: str) -> Plac
         half = _FUSED[matrix].index(matrix)
         rows = slice(half * out_features, (half + 1) * out_features)
     layer = (hf_name.name if isinstance(hf_name, Part) else hf_name).partition(".experts.")[0]
+    layer = layer.replace("block_sparse_moe", "mlp")  # Mixtral's module has another name than its files
     # PEFT wraps the experts once per parameter. The wrapper of the last parameter, down_proj, is outermost.
     inner = ".base_layer" if matrix != "w2" and hasattr(experts, "w2_lora_A") else ""
     name = f"base_model.model.{layer}.experts{inner}.{factor}.weight"

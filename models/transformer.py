@@ -78,6 +78,8 @@ class Transformer(nn.Module):
     """The scale in W + scale B A."""
     copies_embedding: bool = False
     """True in a pipeline's last stage that holds the tied embedding table only for its head."""
+    seq_len: int = 0
+    """Tokens of a training sequence, or of a text, by which longrope chooses its factors; 0: those of each forward."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -149,10 +151,11 @@ class Transformer(nn.Module):
         theta, scaling = config.rope_theta, config.rope_scaling
         if windowed and config.window_rope_theta is not None:
             theta, scaling = config.window_rope_theta, None
-        frequencies = rotary_frequencies(config.rotary_dim, theta, scaling, positions.device)
+        length = self.seq_len or positions.shape[1]
+        frequencies = rotary_frequencies(config.rotary_dim, theta, scaling, positions.device, length)
         if not rotated:  # the rotation by an angle of 0 changes no bit
             return rotary_cos_sin(positions, torch.zeros_like(frequencies))
-        return rotary_cos_sin(positions, frequencies, scaling.attention_factor if scaling else 1.0)
+        return rotary_cos_sin(positions, frequencies, scaling.amplitude if scaling else 1.0)
 
     def _visible(self, positions: Tensor, document_ids: Tensor | None, windowed: bool) -> Visible:
         """The Visible of layers with or without a window."""
@@ -189,15 +192,20 @@ class Transformer(nn.Module):
         return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}
 
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
-        """Differences between a config.json and this model, except the context length, which changes no number."""
+        """Differences between a config.json and this model, except a context length that changes no number."""
         ours = to_hugging_face(self.config) | {"model_type": self.hf_type}
         try:
             theirs = to_hugging_face(from_hugging_face(given, type(self.config)))
         except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
             return [str(error)]
-        theirs |= {"model_type": given.get("model_type"), "max_position_embeddings": self.config.context_length}
+        theirs["model_type"] = given.get("model_type")
+        scaling = self.config.rope_scaling
+        if scaling is None or scaling.rope_type != "longrope":  # the amplitude of longrope may follow from it
+            theirs["max_position_embeddings"] = self.config.context_length
         ours.pop("rope_parameters", None)  # the newer spelling of other fields
-        return [f"{key} is {theirs[key]} there and {ours[key]} here" for key in ours if theirs[key] != ours[key]]
+        return [
+            f"{key} is {theirs.get(key)} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]
+        ]
 
     def init_std(self, name: str) -> float | Uniform | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.

@@ -50,8 +50,9 @@ class Visible:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the plain causal mask applies: one query per key, no documents, no window."""
-        return self.before == 0 and self.queries == self.keys and self.documents_BT is None and self.window is None
+        """Whether the plain causal mask applies: one query per key, no documents, no window that hides a key."""
+        hides = self.window is not None and self.window < self.keys
+        return self.before == 0 and self.queries == self.keys and self.documents_BT is None and not hides
 
     def part(self, start: int, stop: int) -> "Visible":
         """The Visible of queries start to stop, with the keys up to the last of these queries."""

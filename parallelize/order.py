@@ -48,6 +48,7 @@ def parallelize(
     stages = split_stages(with_objective(model, objective), mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
+        stage.seq_len = config.training.seq_len  # type: ignore[assignment]
         stage.visibility.padded_rows = config.training.dataset_format == "chat"  # type: ignore[union-attr]
         apply_float8(stage, config.model, config.quantize.linear.float8)
         apply_tensor_parallel(stage, mesh, tp_plan)

@@ -14,7 +14,7 @@ SequenceParallel, PrepareModuleInput), and five that torch lacks:
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -132,9 +132,8 @@ class NormOverHeads(ParallelStyle):
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.RMSNorm) and module.eps is not None
         replicate(module, device_mesh)
-        ranks, rank, eps = device_mesh.size(), device_mesh.get_local_rank(), module.eps
+        ranks, rank, eps = device_mesh.size(), device_mesh.get_local_rank(), cast(float, module.eps)
 
         def forward(x_BSC: Tensor) -> Tensor:
             weight, columns = partial_sum(module.weight).float(), x_BSC.shape[-1]

@@ -18,6 +18,8 @@ STAGE = "--parallelism.pipeline_parallel_layers_per_stage"
 LIGHTER = "--parallelism.pipeline_parallel_first_stage_less_layers"
 MODULES = ("--parallelism.module_fqns_per_model_part", '[["tok_embeddings", "layers.0"], ["norm", "output"]]')
 EP, EXPERTS = "--parallelism.expert_parallel_degree", ("--model.name", "qwen3_moe", "--model.flavor", "tiny")
+EXPORT = ("--checkpoint.last_save_in_hf", "--checkpoint.enable")
+PHI3 = ("--model.name", "phi3", "--model.flavor", "tiny")
 LATENTS = ("--model.name", "deepseek_v3", "--model.flavor", "tiny")
 SPLITS = "--parallelism.pipeline_parallel_sequence_splits"
 REDUCE = "--parallelism.fsdp_reduce_gradients"
@@ -208,6 +210,13 @@ CASES = [
         "export of biases",
         (*EXPERTS, "--experts.bias_update_speed", "0.1", "--checkpoint.last_save_in_hf", "--checkpoint.enable"),
         "have no place for the biases",
+        "",
+        ranks=1,
+    ),
+    Refused(
+        "export of another scaling",
+        (*PHI3, f"{ROPE}rope_type", "yarn", f"{ROPE}factor", "2", *EXPORT),
+        "phi3 have no place for model.rope_scaling.rope_type",
         "",
         ranks=1,
     ),

@@ -14,6 +14,7 @@ from models import MODELS
 from models.deepseek_v3 import DeepseekV3Config
 from models.llama import FLAVORS, LlamaConfig
 from models.moe import MixtureConfig
+from models.phi3 import Phi3Config
 from models.rotary import RopeScaling
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
@@ -40,8 +41,20 @@ def _wide(sizes: Any) -> Any:
     return replace(sizes, dim=256, ffn_dim=256, **more)
 
 
+def _with_longrope(sizes: Any) -> Any:
+    """With half of each head rotated, by factors that sequences of more than 16 tokens have."""
+    if sizes.dim < 8 * sizes.n_heads:
+        sizes = replace(sizes, dim=8 * sizes.n_heads)
+    pairs = range(sizes.head_dim // 4)
+    short, long = tuple(1.1 + pair for pair in pairs), tuple(1.5 + 3 * pair for pair in pairs)
+    scaling = RopeScaling("longrope", sizes.context_length / 16, 16, short_factor=short, long_factor=long)
+    return replace(sizes, rotary_fraction=0.5, rope_scaling=scaling)
+
+
 for _, flavors in MODELS.values():
     debug = flavors["debug"]
+    if isinstance(debug, Phi3Config):
+        debug = replace(debug, rotary_fraction=1.0, rope_scaling=None)
     latent = isinstance(debug, DeepseekV3Config)  # a key for each head
     # Of a norm over two numbers, dim / n_heads in the matrix, gradients would be rounding errors for the most part.
     own = {"head_size": 8 if debug.head_size or debug.qk_norm else None, "n_kv_heads": 4 if latent else 2}
@@ -78,6 +91,7 @@ for _, flavors in MODELS.values():
             )
     for flavor, each in sizes.items():
         for suffix, size in (("", each), ("_wide", _wide(each))):
+            size = _with_longrope(size) if isinstance(size, Phi3Config) else size
             flavors[flavor + suffix] = replace(size, tie_embeddings=False)
             flavors[f"{flavor}{suffix}_tied"] = replace(size, tie_embeddings=True)
 # Weights are nearly all that it needs memory for.

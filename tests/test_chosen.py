@@ -76,7 +76,7 @@ def test_its_weights_are_those_of_the_folder_unless_others_are_named(folder: Pat
         ({"hidden_size": "64"}, r"hidden_size = 64: not available"),
         ({"num_key_value_heads": 3}, r"n_heads = 4, n_kv_heads = 3: groups of heads must be equal"),
         ({"num_hidden_layers": 0}, r"n_layers = 0: a size of 1 or more"),
-        ({"head_dim": 7}, r"heads have 7 rotated columns"),
+        ({"head_dim": 7}, r"rotary_fraction = 1: RoPE would rotate 7 of 7 columns"),
     ],
 )
 def test_a_folder_that_no_family_has_is_refused(changes: dict[str, Any], says: str, folder: Path) -> None:

@@ -43,6 +43,7 @@ LAYOUTS = {
     "ring": Case((CP, "2", *BFLOAT16, *ACCUMULATION), 2),
     "ring, neighbours": Case((CP, "2", *BFLOAT16, ROTATE, "alltoall", *PER_OPERATION), 2),
     "pp": Case((PP, "2"), 2),
+    "longrope": Case(("--model.name", "phi3", *BFLOAT16)),
     "offloaded, rounded": Case((*BFLOAT16, *OFFLOADED, *ROUNDED)),
     "offloaded, tp": Case((TP, "2", *OFFLOADED), 2),
     "weights on the host": Case((*BFLOAT16, *SPIKES, "--training.enable_cpu_offload", "true", *DYNAMICS)),
@@ -80,6 +81,19 @@ FAULTS = {
     "a number read on the host": (
         Case(ONE, 1, ("parallelize.runner", "Whole.forward_backward", "loss.detach()", "loss.item()")),
         "DataDependentOutputException: aten._local_scalar_dense.default, in forward_backward",
+    ),
+    "a list copied from the host": (
+        Case(
+            ("--model.name", "phi3"),
+            1,
+            (
+                "models.rotary",
+                "rotary_frequencies",
+                "torch.cat([torch.full((1,), factor, device=device) for factor in factors])",
+                "torch.tensor(factors).to(device)",
+            ),
+        ),
+        "copy from cpu to cuda:0, in rotary_frequencies",
     ),
     "a tensor on the host": (
         Case(ONE, 1, ("models.rotary", "rotary_frequencies", "32, device=device) /", '32, device="cpu") /')),

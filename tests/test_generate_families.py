@@ -15,7 +15,7 @@ from tests.ranks import group_of_one
 from tests.test_generate import logits_of_whole_prefixes
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mistral"])
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mistral", "mixtral", "glm4_moe", "phi3"])
 def test_with_the_cache_tokens_are_those_of_whole_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt in pieces that is longer than a window."""
     monkeypatch.setattr(generation, "_CHUNK_TOKENS", 20)

@@ -6,6 +6,7 @@ Exports leave nothing to the defaults of transformers, and tokens around documen
 import dataclasses
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ WINDOWS = ["sliding_attention"] * 4
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic: not available"),
         ({"hidden_act": "mish"}, "hidden_act = mish: not available"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu there and silu here"),
+        ({"resid_pdrop": 0.1}, "resid_pdrop = 0.1: not available"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not available"),
     ],
 )
 def test_what_no_model_here_has_is_refused(change: dict[str, Any], reason: str) -> None:
@@ -67,7 +70,8 @@ def test_a_window_that_the_model_lacks_and_stretched_positions_in_it_are_refused
     [
         *(("llama", "8B"), ("llama", "1B"), ("qwen2", "7B"), ("mistral", "7B-v0.1"), ("mistral", "7B")),
         *(("gemma3", "1B"), ("gemma3", "27B"), ("olmo2", "7B"), ("olmo3", "7B"), ("smollm3", "3B")),
-        ("granite", "3.3-8B"),
+        *(("granite", "3.3-8B"), ("mixtral", "8x7B"), ("glm4_moe", "106B-A12B"), ("glm4_moe", "355B-A32B")),
+        *(("phi3", "3-mini-4k"), ("phi3", "3-mini-128k"), ("phi3", "4"), ("phi3", "4-mini")),
     ],
 )
 def test_both_spellings_of_config_json_are_read(spelling: str, name: str, flavor: str) -> None:
@@ -217,6 +221,77 @@ PUBLISHED: dict[tuple[str, str], dict[str, Any]] = {
         "tie_word_embeddings": True,
         "vocab_size": 49159,
     },
+    ("mixtral", "8x7B"): {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 32000,
+    },
+    ("glm4_moe", "106B-A12B"): {
+        "attention_bias": True,
+        "attention_dropout": 0.0,
+        "first_k_dense_replace": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "max_position_embeddings": 131072,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "n_routed_experts": 128,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_attention_heads": 96,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 46,
+        "num_key_value_heads": 8,
+        "num_nextn_predict_layers": 1,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+        "topk_group": 1,
+        "use_qk_norm": False,
+        "vocab_size": 151552,
+    },
+    ("phi3", "4-mini"): {
+        "attention_dropout": 0.0,
+        "embd_pdrop": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [*MODELS["phi3"][1]["4-mini"].rope_scaling.long_factor],
+            "short_factor": 48 * [1.0],
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
 }
 """What is published as config.json of these models, but for names and numbers of tokens."""
 
@@ -256,6 +331,7 @@ def test_each_field_that_a_config_leaves_out_is_what_transformers_takes(kind: st
             seen |= {*absent}
             if theirs.get("head_dim") is None:  # so do the models of transformers
                 theirs["head_dim"] = theirs["hidden_size"] // theirs["num_attention_heads"]
+            theirs["rope_parameters"].setdefault("partial_rotary_factor", 1.0)  # so do their models
             try:
                 right = read(theirs, sizes)
             except ValueError as error:
@@ -269,9 +345,9 @@ def test_each_field_that_a_config_leaves_out_is_what_transformers_takes(kind: st
 NO_EFFECT = (
     *("attention_dropout", "bos_token_id", "eos_token_id", "pad_token_id", "initializer_range", "pretraining_tp"),
     *("use_cache", "output_router_logits", "router_aux_loss_coef", "num_mtp_layers", "rope_parameters", "layer_types"),
-    *("sliding_window", "max_window_layers"),
+    *("sliding_window", "max_window_layers", "resid_pdrop", "embd_pdrop", "router_jitter_noise"),
 )
-"""Fields of transformers that change no logits, or do so beside a field that is looked at."""
+"""Fields of transformers that change no logits if they are not refused, or do so beside a field that is looked at."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -349,11 +425,39 @@ def test_rotary_settings_that_no_model_here_has_are_refused_and_the_length_is_fo
     longer = plain | {"original_max_position_embeddings": 32}
     assert from_hugging_face(longer, type(model.config)).rope_scaling.original_max_position_embeddings == 32
     for change, reason in (
-        ({"attention_factor": 1.0}, "attention_factor = 1.0"),
+        ({"rope_type": "linear", "attention_factor": 1.0}, "attention_factor = 1.0"),
         ({"factor": None}, "without a factor"),
     ):
         with pytest.raises(ValueError, match=reason):
             from_hugging_face(plain | {"rope_scaling": plain["rope_scaling"] | change}, type(model.config))
+
+
+def test_settings_of_longrope_are_read_in_each_spelling_and_refused_by_name() -> None:
+    model = meta_model(Model(name="phi3", flavor="debug"))
+    given, scaling = model.hf_config(), model.config.rope_scaling
+    assert given["rope_scaling"].keys() == {"type", "short_factor", "long_factor"}  # versions 4 take no other keys
+    for change in ({"type": "su"}, {"type": "yarn"}, {"rope_type": "longrope"}, {"factor": 8.0}):
+        assert model.hf_misfits(given | {"rope_scaling": given["rope_scaling"] | change}) == []
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"short_factor": None}, "short_factor = None: not available"),
+        ({"long_factor": "1, 2"}, "long_factor = 1, 2: not available"),
+        ({"long_factor": 12 * ["1"]}, "long_factor = ['1', "),
+        ({"long_factor": [1.0]}, "long_factor has 1 numbers: use 12 positive numbers"),
+        ({"type": "llama3"}, "rope_type = llama3: not available"),
+    ]
+    for setting, said in wrong:
+        (misfit,) = model.hf_misfits(given | {"rope_scaling": given["rope_scaling"] | setting})
+        assert misfit.startswith(said)
+    assert (
+        model.hf_misfits(given | {"max_position_embeddings": 4096})[0]
+        == "max_position_embeddings is 4096 there and 2048 here"
+    )
+    assert model.hf_misfits(given | {"head_dim": 64}) == ["head_dim = 64: not available"]
+    theirs = transformers.AutoConfig.for_model(**given).to_dict()
+    assert theirs["rope_parameters"]["partial_rotary_factor"] == 0.75
+    assert from_hugging_face(theirs, type(model.config)) == model.config
+    other = replace(model.config, rope_scaling=replace(scaling, factor=2.0, attention_factor=1.5))
+    assert from_hugging_face(to_hugging_face(other), type(other)) == other
 
 
 def test_gpt_oss_without_stretching_is_written_as_such() -> None:
@@ -380,6 +484,9 @@ def test_stretching_as_the_flavor_does_changes_no_number() -> None:
 LEFT_OUT = {
     "initializer_range": 0.02,
     "attention_dropout": 0.0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "router_jitter_noise": 0.0,
     "use_cache": True,
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
@@ -389,7 +496,7 @@ LEFT_OUT = {
     "sliding_window": None,
 }
 """Fields that exports leave out: their only default is ours, or only training with transformers reads them."""
-RENAMED = {"rope_theta", "rope_scaling", "rope_local_base_freq", "num_experts", "torch_dtype"}
+RENAMED = {"rope_theta", "partial_rotary_factor", "rope_scaling", "rope_local_base_freq", "num_experts", "torch_dtype"}
 """Fields that transformers 5 keeps under other names."""
 DERIVED = {
     *("rope_parameters", "layer_types", "qk_head_dim", "num_local_experts", "_sliding_window_pattern", "dtype"),

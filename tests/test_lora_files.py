@@ -163,6 +163,17 @@ FILES = {
         (*("--model.name", "deepseek_v3", "--lora.use_rslora", "true", "--lora.target_modules"), '["w1", "w2", "wo"]'),
     ),
     "qwen3_moe, experts alone": (1, ("--model.name", "qwen3_moe", "--lora.target_modules", '["w1", "w2", "w3"]')),
+    "mixtral, tp 2, ep 2": (2, ("--model.name", "mixtral", *TP, *EP)),
+    "glm4_moe, tp 2, ep 2": (2, ("--model.name", "glm4_moe", *TP, *EP)),
+    "phi3, fsdp 2 x tp 2": (4, ("--model.name", "phi3", *TP, *FSDP)),
+    "phi3, rslora, parts of tensors": (
+        1,
+        (
+            *("--model.name", "phi3", "--lora.use_rslora", "true"),
+            "--lora.target_modules",
+            '["wq", "wv", "w3", "o_proj"]',
+        ),
+    ),
     "gpt_oss, fsdp 2, ep 2": (2, ("--model.name", "gpt_oss", *FSDP, *EP)),
     "gpt_oss, rslora, gate and up": (
         1,
@@ -226,7 +237,9 @@ def test_adapters_of_experts_that_are_others_there_are_refused(tmp_path: Path) -
     tensors = load_file(path / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.1.mlp.experts.base_layer.lora_B.weight"][0, -1] = 1.0
     save_file(tensors, path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match=r"layers.1.mlp.experts.base_layer.lora_B.weight has ranks that gate and up"):
+    with pytest.raises(
+        ConfigError, match=r"layers.1.mlp.experts.base_layer.lora_B.weight has ranks that its matrices share"
+    ):
         check()
 
 

@@ -166,6 +166,7 @@ def test_sizes_with_which_nothing_could_be_trained(changes: dict[str, Any], why:
     [
         ("qwen3_moe", "30B-A3B", 30.532, 3.353, 23.08),
         ("qwen3_moe", "235B-A22B", 235.094, 22.191, 148.33),
+        ("glm4_moe", "106B-A12B", 106.852, 13.424, 90.71),
         ("deepseek_v3", "16B", 15.706, 2.661, 16.41),
         ("deepseek_v3", "236B", 235.741, 21.376, 155.30),
         ("deepseek_v3", "671B", 671.026, 37.552, 250.45),

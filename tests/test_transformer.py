@@ -18,6 +18,9 @@ from models.hugging_face import Part
 from models.llama import FLAVORS, Llama
 from models.rotary import RopeScaling
 from models.transformer import Transformer
+from parallelize import parallelize_model
+from parallelize.mesh import Degrees, Mesh
+from tests.ranks import group_of_one
 
 transformers = pytest.importorskip("transformers")
 
@@ -40,6 +43,9 @@ DEEPSEEK = {
     "rope_scaling": RopeScaling("yarn", 40.0, 16, mscale=0.707, mscale_all_dim=0.707),
     **EXPERTS,
 }
+GLM4 = {"family": "glm4_moe", "head_size": 24, "route_scale": 2.5, **EXPERTS}
+LONG = RopeScaling("longrope", 8.0, 128, short_factor=(1.0, 1.5, 2.0, 3.5), long_factor=(1.0, 2.0, 7.5, 30.0))
+PHI3 = {"dim": 128, "rotary_fraction": 0.5, "rope_scaling": LONG, "context_length": 1024}
 SIGMOID = {"score": "sigmoid", "n_groups": 4, "top_groups": 2, "route_scale": 2.5}
 SOFTMAX = {"score": "softmax", "normalised": False}
 CASES: dict[str, dict[str, Any]] = {
@@ -85,6 +91,15 @@ CASES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_scaling": RopeScaling("yarn", 4.0, 512)},
     "linear scaling": {"family": "qwen3", **QWEN3, "rope_scaling": RopeScaling("linear", 4.0)},
     "qwen3_moe, not normalised": {"family": "qwen3_moe", "normalised": False, **QWEN3, **EXPERTS},
+    "mixtral": {"family": "mixtral", **EXPERTS, "window": 7},
+    "mixtral, another head width": {"family": "mixtral", **EXPERTS, "head_size": 24},
+    "glm4_moe": {**GLM4, "qk_norm": True, "n_groups": 4, "top_groups": 2},
+    "glm4_moe, a part of the rotation scaled": {**GLM4, "qkv_bias": False, "normalised": False, "rope_scaling": YARN},
+    "phi3": {"family": "phi3", "window": 7},
+    "phi3, longrope": {"family": "phi3", **PHI3},
+    "phi3, another amplitude": {"family": "phi3", **PHI3, "context_length": 2048, "tie_embeddings": True},
+    "yarn, another amplitude": {"rope_scaling": RopeScaling("yarn", 4.0, 512, attention_factor=1.3)},
+    "longrope": {"rope_scaling": replace(LONG, factor=16.0, attention_factor=0.8)},
 }
 
 
@@ -117,14 +132,14 @@ def theirs_of(ours: Transformer, theirs: torch.nn.Module, name: str, of: Callabl
     there = ours.hf_name(name)
     if isinstance(there, Part):
         return there.of(of(theirs.get_parameter(there.name)))
-    module, _, projection = there.partition(".*.")
+    module, _, projection = there.replace("block_sparse_moe", "mlp").partition(".*.")
     if not projection:
         owner, _, leaf = module.rpartition(".")
         return of(getattr(theirs.get_submodule(owner), leaf))
     experts: Any = theirs.get_submodule(module)
-    if projection == "down_proj.weight":
+    if projection in ("down_proj.weight", "w2.weight"):
         return of(experts.down_proj)
-    return of(experts.gate_up_proj).chunk(2, 1)[projection == "up_proj.weight"]
+    return of(experts.gate_up_proj).chunk(2, 1)[projection in ("up_proj.weight", "w3.weight")]
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
@@ -207,6 +222,13 @@ PUBLISHED = {
     ("smollm3", "3B"): 3_075_098_624,
     ("granite", "3.3-2B"): 2_533_539_840,
     ("granite", "3.3-8B"): 8_170_864_640,
+    ("mixtral", "8x7B"): 46_702_792_704,
+    ("mixtral", "8x22B"): 140_620_634_112,
+    ("phi3", "3-mini-4k"): 3_821_079_552,
+    ("phi3", "3-mini-128k"): 3_821_079_552,
+    ("phi3", "3-medium-4k"): 13_960_238_080,
+    ("phi3", "4"): 14_659_507_200,
+    ("phi3", "4-mini"): 3_836_021_760,
     ("gemma3", "270M"): 268_098_176,
     ("gemma3", "1B"): 999_885_952,
     ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
@@ -220,7 +242,8 @@ PUBLISHED = {
 def test_as_many_parameters_as_in_published_files(family: str, flavor: str) -> None:
     with torch.device("meta"):
         model = MODELS[family][0](MODELS[family][1][flavor])
-    assert sum(parameter.numel() for parameter in model.parameters()) == PUBLISHED[family, flavor]
+    published = (parameter for name, parameter in model.named_parameters() if model.hf_name(name))
+    assert sum(parameter.numel() for parameter in published) == PUBLISHED[family, flavor]
 
 
 def test_flops_follow_the_published_formulas() -> None:
@@ -247,6 +270,50 @@ def test_a_job_file_stretches_rotary_positions() -> None:
     none = Model(name="llama", flavor="8B", rope_scaling=config.RopeScaling(rope_type="none"))
     assert sizes(none).rope_scaling is None
     assert meta_model(none).hf_config()["rope_scaling"] is None
+
+
+def test_the_training_length_chooses_the_factors_of_longrope() -> None:
+    """Not the length of a forward, which may be a rank's part of a sequence. Their factors are by the last position."""
+    ours: Any
+    theirs: Any
+    ours, theirs = build_pair(64, **CASES["phi3, longrope"])
+    tokens = torch.arange(64)[None]
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 1e-5
+    ours.seq_len = 300
+    theirs.config.rope_parameters["original_max_position_embeddings"] = 32
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 1e-5
+    with group_of_one():
+        job = JobConfig(training=config.Training(seq_len=77))
+        (stage,) = parallelize_model("phi3")(ours, Mesh(Degrees(), "cpu"), job)
+    assert stage.seq_len == 77
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rotary_fraction": 0.7}, "rotary_fraction = 0.7: RoPE would rotate 11 of 16 columns"),
+        ({"rotary_fraction": 0.0}, "rotary_fraction = 0: RoPE would rotate 0 of 16 columns"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction = 1.5: RoPE would rotate 24 of 16 columns"),
+        (
+            {"rope_scaling": replace(LONG, short_factor=(1.0,) * 5)},
+            "short_factor has 5 numbers: use 4 positive numbers",
+        ),
+        (
+            {"rope_scaling": replace(LONG, long_factor=(1.0, 0.0, 1.0, 1.0))},
+            "long_factor has 4 numbers: use 4 positive",
+        ),
+        ({"rotary_fraction": 0.25, "rope_scaling": LONG}, "short_factor has 4 numbers: use 2 positive numbers"),
+    ],
+)
+def test_a_rotation_that_does_not_fit_the_heads_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_pair(64, **CASES["phi3, longrope"] | change)
+
+
+def test_a_longrope_of_the_flavor_gives_way_to_that_of_the_job_file() -> None:
+    asked = config.RopeScaling(rope_type="yarn", factor=4.0)
+    longer = sizes(Model(name="phi3", flavor="4-mini", rope_scaling=asked))
+    assert (longer.rope_scaling, longer.context_length) == (RopeScaling("yarn", 4.0, 4096), 16_384)
 
 
 def test_what_reads_a_run_knows_its_rotary_positions_and_adapters() -> None:

@@ -163,6 +163,16 @@ def test_the_shape_of_the_whole_tensor_is_checked(folder: Path, tmp_path: Path) 
     ]
 
 
+@pytest.mark.parametrize("rows", [(2, 7), (0, 2), (0, 9)])
+def test_a_part_of_the_rows_is_a_slice_of_the_tensor(rows: tuple[int, int]) -> None:
+    whole, part = torch.arange(36).view(9, 4), Part("x", rows=range(*rows), all_rows=9)
+    mine = whole[slice(*rows)]
+    assert part.whole_shape(tuple(mine.shape)) == (9, 4)
+    assert part.of(whole).equal(mine)
+    for where in ((slice(0, 2), slice(0, 4)), (slice(1, len(mine)), slice(1, 3)), (slice(1, 1), slice(0, 4))):
+        assert part.turned(whole[part.where(where)]).equal(mine[where])
+
+
 def test_a_family_that_names_a_part_of_a_tensor_alone_has_no_export() -> None:
     with torch.device("meta"), pytest.raises(AssertionError, match="not a whole tensor"):
         weights._files(HalfOfExperts(), torch.bfloat16)

@@ -258,7 +258,7 @@ def visible_rows() -> list[tuple[str, str, list[int]]]:
 
 def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
     """The visible keys of a query in words, and the maximum number of visible keys in each layer."""
-    if config.window is None:
+    if config.window is None or config.window >= SEQUENCE:
         return "all up to\nits own", (SEQUENCE,) * LAYERS
     words = f"the last {config.window:,}" + (f",\nall in 1 layer of {config.full_every}" if config.full_every else "")
     return words, tuple(config.window if config.has_window(layer) else SEQUENCE for layer in range(LAYERS))

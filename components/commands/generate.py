@@ -159,14 +159,16 @@ class CachedCore(AttentionCore):
 
 
 @torch.no_grad()
-def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int]) -> Iterator[int]:
+def generate(model: nn.Module, prompt: list[int], choose: Callable[[Tensor], int], count: int = 0) -> Iterator[int]:
     """The tokens that follow a prompt, without end; choose picks a token from its logits (V,), float32 on the CPU.
 
+    count: tokens that the caller takes; longrope chooses its factors by the length of the whole text.
     Every rank gets the same logits. Each call replaces the attention cores, so one prompt runs at a time.
     """
     for module in [*model.modules()]:
         if isinstance(getattr(module, "core", None), AttentionCore):
             module.core = CachedCore()
+    model.seq_len = len(prompt) + count  # type: ignore[assignment]
     device = next(model.parameters()).device
     new, done = torch.tensor(prompt), 0
     while True:
@@ -236,7 +238,7 @@ def continue_tokens(
         # A model may have more rows than the tokenizer has tokens.
         return sample(logits[: tokenizer.vocab_size], temperature, top_p, generator)
 
-    tokens = takewhile(lambda token: token not in ends, islice(generate(model, ids, choose), count))
+    tokens = takewhile(lambda token: token not in ends, islice(generate(model, ids, choose, count), count))
     return decode_stream(tokenizer, ids, tokens)
 
 

@@ -46,7 +46,7 @@ RENAMED_MODELS: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 _NOT_YET = "not available yet"
-_FAMILIES = "not available; the families with experts here are deepseek_v3, gpt_oss and qwen3_moe"
+_FAMILIES = "not available; the families with experts here are deepseek_v3, glm4_moe, gpt_oss, mixtral and qwen3_moe"
 _WHOLE_EXPERTS = "experts are whole on a rank: tensor parallel ranks each route their own part of a sequence"
 _GROUPED = "the products of experts are in the precision of training.mixed_precision_param"
 _TORCHFT = "fault tolerance across replica groups (torchft) is not available"

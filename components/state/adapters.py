@@ -53,9 +53,10 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
     tensors = {f"model.{name}": torch.empty(model.get_parameter(name).shape) for name in found}
     load_tensors(tensors, checkpoint, convert=True)
     table, start = config["model"]["lora"], config["checkpoint"]
-    parts = max(place.parts for place in found.values())
+    fused = {place.target.rpartition(".")[2]: place.parts for place in found.values() if place.parts > 1}
     # PEFT uses the first pattern that matches. If no pattern matches a module, PEFT warns that patterns are ignored.
-    patterns = {"(?!.*gate_up_proj).*": 1, ".*": parts} if parts > 1 else {}
+    patterns = {f"(?!.*({'|'.join(fused)})).*": 1} if fused else {}
+    patterns |= {f".*{name}.*" if len(fused) > 1 else ".*": parts for name, parts in fused.items()}
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -134,7 +135,7 @@ def _alpha_there(given: dict[str, Any], target: str) -> Any:
 
 
 def _mixed(folder: Folder, wanted: list[Place]) -> list[str]:
-    """Misfits of fused adapters whose gate and up share LoRA ranks, because gate and up share none in this project."""
+    """Misfits of fused adapters whose matrices share LoRA ranks, because they share none in this project."""
     fused: dict[str, list[Place]] = {}
     for place in wanted:
         fused.setdefault(place.name, []).append(place)
@@ -145,7 +146,7 @@ def _mixed(folder: Folder, wanted: list[Place]) -> list[str]:
             for part in parts:
                 part.of(rest).zero_()
             if rest.any():
-                misfits.append(f"{name} has ranks that gate and up share, or that only one of them has here")
+                misfits.append(f"{name} has ranks that its matrices share, or that only some of them have here")
     return misfits
 
 

@@ -6,6 +6,7 @@ writes a run's newest checkpoint (or --step N) as such a folder. checkpoint.last
 and checkpoint.initial_load_in_hf starts a run from such a folder. The model defines names and fields of config.json.
 """
 
+import math
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -288,6 +289,8 @@ def export(
     OSError. A wrong tokenizer raises ConfigError. After an error the older folder is untouched, and nothing of the new
     folder stays.
     """
+    if misfits := model.hf_misfits(model.hf_config()):
+        raise ConfigError(f"{path}: Hugging Face's files cannot describe this model: {'; '.join(misfits)}")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = staging_of(path)
     parts = _files(model, dtype)
@@ -398,9 +401,11 @@ def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor
     parts: list[dict[str, Tensor]] = []
     size = _FILE_BYTES
     for parameters in tensors.values():
-        columns = [_part(model.hf_name(name)) for name in parameters]
-        assert sorted(part.first for part in columns) == [*range(columns[0].step)], f"{columns}: not a whole tensor"
-        bytes_of_it = sum(parameter.numel() for parameter in parameters.values()) * dtype.itemsize
+        held = {_part(model.hf_name(name)): each for name, each in parameters.items()}
+        part, parameter = next(iter(held.items()))
+        sizes = sum(each.numel() for each in held.values())
+        assert sizes == math.prod(part.whole_shape(tuple(parameter.shape))), f"{[*held]}: not a whole tensor"
+        bytes_of_it = sizes * dtype.itemsize
         if size + bytes_of_it > _FILE_BYTES:
             parts.append({})
             size = 0

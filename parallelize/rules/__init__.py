@@ -213,6 +213,11 @@ RULES = [
         "Their models would choose experts without the biases: other experts than those that were trained.",
     ),
     Rule(
+        "checkpoint.last_save_in_hf",
+        model.export_misfit,
+        "Their models would rotate by other angles than those that were trained.",
+    ),
+    Rule(
         "experts.sequence_loss_factor",
         expert.parts_misfit,
         "The loss of a part of a sequence depends on the experts of all its tokens, also of those of later parts.",

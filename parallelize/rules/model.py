@@ -54,6 +54,22 @@ def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
     return ""
 
 
+def export_misfit(config: JobConfig, degrees: Degrees) -> str:
+    """RoPE scaling of the job file that config.json of the family cannot have."""
+    asked = config.model.rope_scaling.rope_type
+    if not (config.checkpoint.last_save_in_hf and asked) or config.model.lora.rank:
+        return ""
+    from models import meta_model
+
+    model = meta_model(config.model)
+    if not model.hf_type or not (misfits := model.hf_misfits(model.hf_config())):
+        return ""
+    return (
+        f'Hugging Face\'s files of {config.model.name} have no place for model.rope_scaling.rope_type = "{asked}" '
+        f"({misfits[0]}); use another rope_type, or train without an export"
+    )
+
+
 def rope_misfit(config: JobConfig, degrees: Degrees) -> str:
     from models import sizes
 
