@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from components.config import EXPORTS, JobConfig, absolute_tables, load_config
+from components.config import JobConfig, load_config
 from components.config.environment import set_default
 from components.data import PackedSequences, build_datasets, with_rows
 from components.data.loader import DIVISORS, GlobalOrder, build_loader, validation_batches
@@ -34,7 +34,7 @@ from components.observe.profiling import profiling
 from components.observe.replicas import Replicas
 from components.observe.stragglers import Stragglers
 from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, rate_settings, shared_by, update
-from components.state.adapters import export_run, starting_state
+from components.state.adapters import export_last, starting_state
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
 from models import meta_model, sizes
@@ -306,8 +306,7 @@ def main(config: JobConfig) -> int:
         with stop.saving(), HangWatch(run.mesh):
             code = train(run, metrics, checkpointer, stop)
         if code == ExitCode.DONE and config.checkpoint.last_save_in_hf:
-            saved, target = folder / f"step-{run.step}", Path(config.job.dump_folder) / EXPORTS
-            export_run(absolute_tables(config), saved, target, getattr(torch, config.checkpoint.export_dtype))
+            export_last(config, folder / f"step-{run.step}")
         return code
     except SystemExit:  # on every rank at the same step
         checkpointer.close()

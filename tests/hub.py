@@ -17,7 +17,7 @@ GATED = "org/gated"
 """A repository that the server opens to nobody."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     folder: Path
     protocol_version = "HTTP/1.1"
 
@@ -99,11 +99,11 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[str]:
+def serving(folder: Path, handler: type[Handler] = Handler) -> Iterator[str]:
     """The address of a hub that serves this folder: for HF_ENDPOINT."""
-    handler = type("Handler", (_Handler,), {"folder": folder})
+    handler = type("Handler", (handler,), {"folder": folder})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
     finally:

@@ -247,6 +247,8 @@ CONTRADICTIONS = [
     ("--checkpoint.initial_load_new_rows mean", "checkpoint.initial_load_new_rows"),
     ("--checkpoint.remote s3://bucket/run", "checkpoint.remote"),
     ("--checkpoint.remote_timeout_seconds 9", "checkpoint.remote_timeout_seconds"),
+    ("--checkpoint.enable --checkpoint.hf_repo org/name", "checkpoint.hf_repo"),
+    ("--checkpoint.no_hf_repo_private", "checkpoint.hf_repo_private"),
     ("--checkpoint.no_initial_load_model_only", "checkpoint.initial_load_model_only"),
     ("--checkpoint.enable --checkpoint.last_save_in_hf --checkpoint.folder hugging_face/x", "checkpoint.folder"),
     (

@@ -143,7 +143,7 @@ def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -
 
 
 PATHS = sorted(
-    key for key, annotation in FIELDS.items() if load._is_path(annotation) and key.rpartition(".")[0] not in ARRAYS
+    key for key, annotation in FIELDS.items() if load.is_path(annotation) and key.rpartition(".")[0] not in ARRAYS
 )
 DATA = ("training.dataset_path", "validation.dataset_path")
 """Paths that may also be URLs of stores."""

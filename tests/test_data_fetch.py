@@ -14,7 +14,7 @@ import pytest
 from components.config import ROOT, load_config
 from components.data import datasets
 from components.data.__main__ import prepare_all
-from components.data.hub import _wanted, is_of_hub
+from components.data.hub import FETCHED, _wanted, is_of_hub
 from tests import limits
 from tests.caches import prepared, spec_of
 from tests.chats import said, save
@@ -133,6 +133,9 @@ def test_what_is_fetched_and_which_key_wants_it(hub: tuple[str, Path], tmp_path:
         for file in Path(name).rglob("*"):
             if file.is_file() and ".cache" not in file.parts:
                 assert file.read_bytes() == (served / file.relative_to(name)).read_bytes()
+
+    note = json.loads((Path(model) / FETCHED).read_text())
+    assert note == {"repository": "org/model", "revision": COMMIT}
 
     def names(path: str) -> set[str]:
         files = (file for file in Path(path).rglob("*") if file.is_file())

@@ -1,6 +1,7 @@
 """Weights from Hugging Face and back: the same bytes at every layout, and no rank reads or holds more than its own."""
 
 import json
+import os
 import re
 import shutil
 import stat
@@ -29,6 +30,7 @@ from parallelize.groups import gather
 from parallelize.sharding import own_slice
 from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
+from tests.hub_uploads import taking_uploads
 from tests.small import RECIPE, SMALL
 
 transformers = pytest.importorskip("transformers")
@@ -406,7 +408,7 @@ def test_a_file_in_the_way_of_an_export_is_an_error_on_every_rank(tmp_path: Path
 
 @pytest.mark.quick
 def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Through train.py and its own files; transformers then has our logits."""
+    """Through train.py and its own files, which reach the hub; transformers then has our logits."""
     words = (
         *(
             "--job.config_file",
@@ -418,8 +420,11 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
             str(tmp_path / "run"),
         ),
         *("--checkpoint.enable", "true", "--checkpoint.last_save_in_hf", "true", "--model.flavor", "debug"),
+        *("--checkpoint.hf_repo", "org/model"),
     )
-    subprocess.run([sys.executable, "train.py", *words], check=True, capture_output=True)
+    with taking_uploads(tmp_path / "hub") as (address, _):
+        own = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_write", "HF_HUB_DISABLE_XET": "1"}
+        subprocess.run([sys.executable, "train.py", *words], check=True, capture_output=True, env={**os.environ, **own})
     command = [
         sys.executable,
         "-m",
@@ -430,8 +435,10 @@ def test_the_last_save_and_the_command_line_write_the_same(tmp_path: Path, capfd
     ]
     subprocess.run(command, check=True, capture_output=True)
     first, again = tmp_path / "run" / "hugging_face", tmp_path / "again"
+    assert {"README.md", "loss.png"} < {path.name for path in first.iterdir()}
     for path in first.iterdir():
-        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
+        for other in (again, tmp_path / "hub/models/org/model"):
+            assert path.read_bytes() == (other / path.name).read_bytes(), path.name
     refused = subprocess.run([*command], capture_output=True, text=True)
     assert (refused.returncode, refused.stderr.strip()) == (2, f"{again}: is there already")
     refused = subprocess.run([*command[:-1], str(tmp_path / "new"), "--step", "7"], capture_output=True, text=True)

@@ -37,6 +37,7 @@ from components.launch.settings import Settings, gpus, read_settings, with_varia
 from components.observe.trackers import check_wandb
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
+from components.state.push import check_push
 from models import meta_model, sizes
 from parallelize.mesh import global_batch_size, resolve_degrees
 from parallelize.rules import check_layout, warnings
@@ -202,6 +203,14 @@ def storage(job: Job) -> str:
     return f"{steps:,} checkpoints in {url}{written}"
 
 
+def upload(job: Job) -> str:
+    """checkpoint.hf_repo can be written, or made."""
+    try:
+        return check_push(job.config) or "no upload"
+    except OSError as error:
+        raise ConfigError(mistake(job.config, "checkpoint.hf_repo", error.strerror or str(error))) from None
+
+
 def disk(job: Job) -> str:
     """A checkpoint, and one more that is being written, fit on the disk."""
     checkpoint = job.config.checkpoint
@@ -295,6 +304,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "data": data,
     "initial weights": initial_weights,
     "storage": storage,
+    "upload": upload,
     "disk": disk,
     "memory": memory,
     "port": port,

@@ -137,7 +137,20 @@ def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfi
         check_devices(config, settings, environment)
         check_folders(config)
         check_wandb(config)
+        check_upload(config)
     return config, settings
+
+
+def check_upload(config: JobConfig) -> None:
+    """Raises ConfigError if the hub would refuse the upload to checkpoint.hf_repo. A hub that is down is a warning."""
+    if not config.checkpoint.hf_repo:
+        return
+    from components.state.push import check_push
+
+    try:
+        check_push(config)
+    except OSError as error:
+        print(f"warning: {error.strerror or error}; the run starts, and keeps its weights", file=sys.stderr, flush=True)
 
 
 def check_layout_and_weights(config: JobConfig, settings: Settings) -> JobConfig:

@@ -95,6 +95,23 @@ def no_store_or_url(value: str) -> str:
     return url
 
 
+def hub_repository(name: str) -> str:
+    """Returns the name of a repository of the Hugging Face hub. Raises PathError if it is none."""
+    parts = name.split("/")
+    named = all(re.fullmatch(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?", part) for part in parts)
+    if len(parts) != 2 or not named or len(name) > 96 or re.search(r"--|\.\.|\.git$", name):
+        raise PathError(
+            'expected "org/name" of the hub: at most 96 letters, digits and _, with single - and . between them, and '
+            "without .git at the end"
+        )
+    return name
+
+
+def repository_or_none(name: str) -> str:
+    """hub_repository, or the empty string."""
+    return name and hub_repository(name)
+
+
 def redacted(text: str) -> str:
     """The text with *** instead of credentials in URLs: user, password and the parameters of a query."""
     for pattern, left in _CREDENTIALS:
@@ -149,6 +166,8 @@ DataPath = Annotated[str, MinLen(1), PATH_OR_URL]
 """A path, relative to the current folder, or the URL of data in a store."""
 StoreFolder = Annotated[str, AfterValidator(no_store_or_url)]
 """The URL of a folder in a store, or empty."""
+HubRepository = Annotated[str, AfterValidator(repository_or_none)]
+"""The name of a repository of the Hugging Face hub, or empty."""
 INSIDE = "inside job.dump_folder"
 FolderName = Annotated[str, MinLen(1), PATH, INSIDE]
 """A folder inside job.dump_folder; relative to it, so that the dump folder can be moved."""

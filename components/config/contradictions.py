@@ -323,6 +323,8 @@ CONTRADICTIONS = [
             ("load_only", False, "enable", _NOT_LOADED),
             ("remote", "", "enable", "needs checkpoint.enable = true: without, there are no checkpoints"),
             ("remote_timeout_seconds", 120, "remote", "needs checkpoint.remote"),
+            ("hf_repo", "", "last_save_in_hf", "it is what is uploaded: needs checkpoint.last_save_in_hf = true"),
+            ("hf_repo_private", True, "hf_repo", "needs checkpoint.hf_repo"),
             ("initial_load_in_hf", False, "initial_load_path", f"needs checkpoint.initial_load_path{_OR_FOLDER}"),
             ("initial_load_model_only", True, "initial_load_path", "needs checkpoint.initial_load_path"),
         )

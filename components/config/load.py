@@ -137,7 +137,7 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
         found = functools.reduce(dict.__getitem__, names, tables)
         for table in found if isinstance(found, list) else [found]:
             is_local = table[last] and not is_url(table[last]) and (key, table[last]) != ("chat.template", OF_TOKENIZER)
-            if _is_path(annotation) and is_local:
+            if is_path(annotation) and is_local:
                 table[last] = str(_absolute(key, table[last]))
     return tables
 
@@ -155,12 +155,12 @@ def here_or_in_repository(path: str) -> Path:
     return given if given.exists() else ROOT / given
 
 
-def _is_path(annotation: Any) -> bool:
+def is_path(annotation: Any) -> bool:
     """Whether a key has a path that does not lie in the dump folder."""
     metadata = getattr(annotation, "__metadata__", ())
     if INSIDE in metadata:
         return False
-    return bool({PATH, PATH_OR_URL} & {*metadata}) or any(_is_path(member) for member in typing.get_args(annotation))
+    return bool({PATH, PATH_OR_URL} & {*metadata}) or any(is_path(member) for member in typing.get_args(annotation))
 
 
 def _known(setting: Given, asked: Mapping[str, Any]) -> tuple[str | None, Any]:

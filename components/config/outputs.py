@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Le
 
-from components.config.bounds import LARGEST, FolderName, NonNegative, PathName, Positive, StoreFolder
+from components.config.bounds import LARGEST, FolderName, HubRepository, NonNegative, PathName, Positive, StoreFolder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +93,11 @@ class Checkpoint:
     write only the adapters, in PEFT's format."""
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Precision of the weights that last_save_in_hf writes."""
+    hf_repo: HubRepository = ""
+    """Repository of the Hugging Face hub, as "org/name", to which the folder of last_save_in_hf is uploaded after the
+    run. Needs a token (HF_TOKEN, or `hf auth login`). A failed upload ends no run and loses nothing."""
+    hf_repo_private: bool = True
+    """Make hf_repo private; false makes it public. A repository that is there has to be so already."""
     keep_latest_k: NonNegative = 10
     """Checkpoints to keep; 0 keeps all. The last good checkpoint is never removed."""
     load_step: Annotated[int, Ge(-1), Le(LARGEST)] = -1

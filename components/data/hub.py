@@ -11,10 +11,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import ROOT, ConfigError, JobConfig, Training, mistake
+from components.config.files import write_json
 from components.config.rule import value_of
 from components.data.sources import HUB
 from components.data.special_tokens import NAMING
 
+FETCHED = ".cache/huggingface/repository.json"
+"""File of a fetched folder that names its repository and commit."""
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"(?P<path>[^/:@]+/[^/:@]+)(:(?P<config>[^:@]+))?(@(?P<revision>[^:@]+))?")
 _TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "*.tiktoken"]
@@ -186,6 +189,7 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         if not wanted:
             raise ConfigError(f"{repository} has no {' or '.join(only)}; it has {', '.join(names[:20]) or 'no files'}")
         snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
+        write_json(folder / FETCHED, {"repository": repository, "revision": info.sha})
     size = sum((folder / name).stat().st_size for name in wanted)
     print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
     if "tokenizer.json" in wanted and "tokenizer.model" in {*names} - {*wanted}:

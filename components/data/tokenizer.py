@@ -370,6 +370,8 @@ def export_tokenizer(path: str, folder: Path, separator: str = AUTO) -> dict[str
     names = dict(zip(("bos_token", "eos_token"), named, strict=True))
     if isinstance(tokenizer, TiktokenTokenizer):
         tokenizer.to_json().save(str(folder / "tokenizer.json"))
+        # null, because transformers' class for a model type, such as qwen2, would add tokens of its own to the table.
+        names |= {"unk_token": None, "pad_token": None}
         settings = {"tokenizer_class": _CLASS, **names, "clean_up_tokenization_spaces": False}
         write_json(folder / SETTINGS, settings)
     else:

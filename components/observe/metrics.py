@@ -20,7 +20,7 @@ import torch
 from components.config import ROOT, ConfigError, JobConfig, absolute_tables, mistake
 from components.config.files import replace
 from components.launch.locks import RUN_LOCK, holder, keep_lock
-from components.observe.report import Panel, draw, points, read_rows
+from components.observe.report import draw_loss, read_rows
 from components.observe.trackers import Row, Tracker, trackers
 
 # Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
@@ -199,16 +199,6 @@ def lock_folder(config: JobConfig) -> None:
     except OSError as error:
         raise ConfigError(mistake(config, "job.dump_folder", str(error))) from None
     raise ConfigError(mistake(config, "job.dump_folder", f"another run is writing into it: {holder(file)}"))
-
-
-def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Training and validation loss by step, as a PNG."""
-    lines = {}
-    for key, label in (("loss", "training"), ("validation_loss", "validation")):
-        steps, losses = points(rows, key)
-        if steps:
-            lines[f"{label}: {losses[-1]:.3f}"] = (steps, losses)
-    draw([Panel(title, "loss (nats a token)", lines, named=True)], path)
 
 
 def git_revision() -> dict[str, Any]:

@@ -96,6 +96,16 @@ def draw(panels: Sequence[Picture], path: Path, columns: int = 2) -> None:
     figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
+def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Training and validation loss by step, as a PNG."""
+    lines = {}
+    for key, label in (("loss", "training"), ("validation_loss", "validation")):
+        steps, losses = points(rows, key)
+        if steps:
+            lines[f"{label}: {losses[-1]:.3f}"] = (steps, losses)
+    draw([Panel(title, "loss (nats a token)", lines, named=True)], path)
+
+
 def page(path: Path, title: str, sections: Iterable["Section"]) -> None:
     """Write the page. Raises OSError."""
     folder = jinja2.FileSystemLoader(Path(__file__).parent)

@@ -1,4 +1,4 @@
-"""Saved checkpoints: list them, verify them, compare two, and write weights as a folder for transformers."""
+"""Saved checkpoints: list, verify and compare them, write weights as a folder for transformers, and upload a folder."""
 
 import argparse
 import sys
@@ -7,12 +7,13 @@ import torch
 import torch.distributed as dist
 
 from components.config import ConfigError
-from components.config.bounds import local_path, path_argument
+from components.config.bounds import hub_repository, local_path, path_argument
 from components.data.tokenizer import fitting_tokenizer
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
-from components.state.adapters import export_run, merge
+from components.state.adapters import export_run, merge, try_card
 from components.state.folder import chosen_model, find_checkpoint, separator_of
+from components.state.push import push
 from components.state.show import diff, ls, open_checkpoint, verify
 from models import sizes
 from parallelize.groups import init_distributed
@@ -23,6 +24,9 @@ def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     if options.command in ("export", "merge") and options.folder.exists():
         raise ConfigError(f"{options.folder}: is there already")
+    if options.command == "push":
+        print(push(options.folder, options.repository, not options.public))
+        return ExitCode.DONE
     if not dist.is_initialized():
         init_distributed(300)
     try:
@@ -43,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dtype", default="float32", choices=["float16", "bfloat16", "float32"])
     exporting.add_argument("folder", type=path_argument, help="folder to write; must not exist")
     merging.add_argument("--to", dest="folder", type=path_argument, required=True, help="as FOLDER of export")
+    command = commands.add_parser("push", help="upload a folder that export or merge wrote to the Hugging Face hub")
+    command.add_argument("folder", type=path_argument, help="the folder")
+    command.add_argument("repository", type=hub_repository, help="org/name; made if it is not there")
+    command.add_argument("--public", action="store_true", help="the repository is public (default: private)")
     command = commands.add_parser("ls", help="steps, sizes, when, how many ranks wrote, which branch")
     command.add_argument("run", type=path_argument, help="a run's dump_folder, or a folder of checkpoints")
     command = commands.add_parser("verify", help="compare every file with the size and hash in the manifest")
@@ -81,6 +89,7 @@ def _export(options: argparse.Namespace) -> int:
         fitting_tokenizer(tokenizer, chosen.name, sizes(chosen).vocab_size, separator_of(config))
     write = merge if merges else export_run
     write(config, checkpoint, options.folder, getattr(torch, options.dtype))
+    try_card(options.folder, options.run, checkpoint, config)
     said = f", onto the base in {adapters.base}, with which they were trained" if merges and adapters.base else ""
     print(f"{checkpoint} -> {options.folder}{said}")
     return ExitCode.DONE

@@ -7,6 +7,7 @@ python -m components.state merge RUN --to FOLDER           the whole model, as t
 import math
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from components.config import ConfigError, JobConfig, Lora
+from components.config import EXPORTS, ConfigError, JobConfig, Lora, absolute_tables
 from components.config.files import make_staging, publish, read_json, refuse_pointer, staging_of, write_json
+from components.data.hub import first_line
 from components.state.base import check_base, load_run, read_base
+from components.state.card import write_card
 from components.state.checkpoint import Checkpointer
 from components.state.folder import chat_of, chosen_model, separator_of
+from components.state.push import push_last
 from components.state.tensors import check_finite, load_tensors
 from components.state.weights import Folder, export, write_tensors
 from models import meta_model
@@ -40,6 +44,27 @@ def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torc
     else:
         tokenizer = config["model"]["hf_assets_path"]
         export(meta_model(chosen), checkpoint, path, tokenizer, dtype, separator_of(config), chat_of(config))
+
+
+def export_last(config: JobConfig, checkpoint: Path) -> None:
+    """export_run of a run's last checkpoint, with its card, and its upload to hf_repo. Called by all ranks."""
+    job, tables, run = config.checkpoint, absolute_tables(config), Path(config.job.dump_folder)
+    export_run(tables, checkpoint, run / EXPORTS, getattr(torch, job.export_dtype))
+    first = torch.distributed.get_rank() == 0
+    if first:
+        try_card(run / EXPORTS, run, checkpoint, tables)
+    if job.hf_repo:
+        torch.distributed.destroy_process_group()  # an upload may take longer than the other ranks would wait
+        if first:
+            push_last(run / EXPORTS, job.hf_repo, job.hf_repo_private)
+
+
+def try_card(folder: Path, run: Path, checkpoint: Path, config: dict[str, Any]) -> None:
+    """write_card for an exported checkpoint step-N. A failure is only told: weights are worth more than their card."""
+    try:
+        write_card(folder, run, int(checkpoint.name.rpartition("-")[2]), config)
+    except Exception as error:
+        print(f"{folder}: no model card: {first_line(error)}", file=sys.stderr, flush=True)
 
 
 def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
