@@ -14,7 +14,7 @@ SequenceParallel, PrepareModuleInput), and five that torch lacks:
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -131,9 +131,9 @@ class NormOverHeads(ParallelStyle):
     counts once. The gradients of the mean and of the weight are partial sums, because each rank uses its part.
     """
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def _apply(self, module: Any, device_mesh: DeviceMesh) -> nn.Module:
         replicate(module, device_mesh)
-        ranks, rank, eps = device_mesh.size(), device_mesh.get_local_rank(), cast(float, module.eps)
+        ranks, rank = device_mesh.size(), device_mesh.get_local_rank()
 
         def forward(x_BSC: Tensor) -> Tensor:
             weight, columns = partial_sum(module.weight).float(), x_BSC.shape[-1]
@@ -143,7 +143,7 @@ class NormOverHeads(ParallelStyle):
             part = DTensor.from_local(squares, device_mesh, [Partial()], run_check=False)
             mean = partial_sum(part.redistribute(placements=[Replicate()]))
             first = rank // copies * columns
-            normed = x * (mean + eps).rsqrt() * weight[first : first + columns]
+            normed = x * (mean + module.eps).rsqrt() * weight[first : first + columns]
             return normed.type_as(x_BSC)
 
         module.forward = forward

@@ -382,16 +382,20 @@ def _of_experts() -> list[Layout]:
 
 def families(names: Sequence[str] = FAMILIES) -> list[Layout]:
     """Layouts of other families: of two ranks or none in each dimension, all context parallel methods and schedules."""
-    return [
-        each
-        for name in names
-        for each in (
-            *_product(["dp", "tp", "cp", "method"], True, pp=("1",), model=(name,), **_TWO),
-            *_product(["dp", "schedule"], True, pp=("2",), **_TWO | {"tp": ("1",), "cp": ("1",)}, model=(name,)),
-            *_product(["tp", "pp", "cp"], True, dp=("1",), model=(name,)),
-        )
-        if each.ranks <= 8
-    ]
+    found = [layout(**dict(each.cell) | {"model": name}) for name in names for each in _like(name in _WITH_EXPERTS)]
+    return list(dict.fromkeys(found))
+
+
+@functools.cache
+def _like(with_experts: bool) -> list[Layout]:
+    """The layouts of one family with or without experts; no rule refuses most of them."""
+    one = (next(name for name in FAMILIES if (name in _WITH_EXPERTS) == with_experts),)
+    products = (
+        _product(["dp", "tp", "cp", "method"], True, pp=("1",), model=one, **_TWO),
+        _product(["dp", "schedule"], True, pp=("2",), model=one, **_TWO | {"tp": ("1",), "cp": ("1",)}),
+        _product(["tp", "pp", "cp"], True, dp=("1",), model=one),
+    )
+    return [each for each in itertools.chain.from_iterable(products) if each.ranks <= 8]
 
 
 _TWO: dict[str, tuple[str, ...]] = {"dp": ("1", "ddp 2", "fsdp 2")} | dict.fromkeys(("tp", "cp"), ("1", "2"))

@@ -209,3 +209,9 @@ def test_an_unknown_kernel_is_refused_before_adapters_are_made() -> None:
     config = load_config(["--model.attention_kernel", "sdpb", "--lora.rank", "4"])
     with pytest.raises(ConfigError, match=r"not one of auto, .*did you mean sdpa"):
         check_model(config)
+
+
+def test_a_window_that_hides_no_key_needs_no_mask() -> None:
+    """Phi-4-mini's is longer than its context."""
+    causal = {window: Visible(8, 8, torch.device("cpu"), window=window).is_causal for window in (None, 7, 8, 9)}
+    assert causal == {None: True, 7: False, 8: True, 9: True}

@@ -1,4 +1,4 @@
-"""Text from models with windows, sinks, or values narrower than keys: with the cache, the tokens of whole prefixes."""
+"""Text from models with windows, sinks, layers without RoPE, or narrow values: the tokens of whole prefixes."""
 
 from itertools import islice
 
@@ -15,7 +15,10 @@ from tests.ranks import group_of_one
 from tests.test_generate import logits_of_whole_prefixes
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3", "mistral", "mixtral", "glm4_moe", "phi3"])
+_NAMES = ["gpt_oss", "deepseek_v3", "mistral", "mixtral", "glm4_moe", "phi3", "olmo3", "smollm3", "granite"]
+
+
+@pytest.mark.parametrize("name", _NAMES)
 def test_with_the_cache_tokens_are_those_of_whole_prefixes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt in pieces that is longer than a window."""
     monkeypatch.setattr(generation, "_CHUNK_TOKENS", 20)

@@ -14,7 +14,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from components.config import Model, RopeScaling
+from components.config import ConfigError, Model, RopeScaling
 from components.data.tokenizer import load_tokenizer
 from components.state.weights import export
 from models import MODELS, meta_model, sizes
@@ -458,6 +458,13 @@ def test_settings_of_longrope_are_read_in_each_spelling_and_refused_by_name() ->
     assert from_hugging_face(theirs, type(model.config)) == model.config
     other = replace(model.config, rope_scaling=replace(scaling, factor=2.0, attention_factor=1.5))
     assert from_hugging_face(to_hugging_face(other), type(other)) == other
+
+
+def test_a_scaling_that_config_json_cannot_have_is_not_exported(tmp_path: Path) -> None:
+    model = meta_model(Model(name="phi3", flavor="debug", rope_scaling=RopeScaling(rope_type="linear", factor=2.0)))
+    with pytest.raises(ConfigError, match="cannot describe this model: rope_type = linear: not available"):
+        export(model, {}, tmp_path / "folder", "assets/tokenizer", torch.float32)
+    assert not (tmp_path / "folder").exists()
 
 
 def test_gpt_oss_without_stretching_is_written_as_such() -> None:

@@ -263,3 +263,15 @@ def test_scores_that_are_all_zero_give_no_nan() -> None:
     weights = {"weight": torch.full((config.n_experts, config.dim), -200 / config.dim), "bias": torch.zeros(())}
     _, weights_TC = router.route(x_TD, torch.zeros(3, dtype=torch.int64), 1, weights)
     assert torch.isfinite(weights_TC).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_groups": 8, "top_groups": 3}, "n_groups = 8: the score of a group is the sum of its two best experts"),
+        ({"n_groups": 2, "top_groups": 3}, "top_groups = 3: there are 2 groups"),
+    ],
+)
+def test_groups_that_cannot_be_scored_or_chosen_are_refused(change: dict[str, int], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        replace(SIZES, score="sigmoid", **change)

@@ -44,6 +44,8 @@ ARCHITECTURES = {
 FLAVORS = {"deepseek_v3": "tiny_sigmoid"}
 """Family -> its flavor here, where that is not "tiny": llama.cpp takes a model without q_lora_rank for V2-Lite."""
 AS_PUBLISHED: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_every": 4, "n_layers": 5},
+    **{family: {"head_size": None} for family in ("olmo2", "olmo3")},
     "gemma3": {"tie_embeddings": True, "full_every": 6, "n_layers": 7, "query_size": 8},
 }
 """Family -> sizes that llama.cpp does not read, because all published models have the same."""
