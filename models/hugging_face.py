@@ -211,6 +211,8 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
             given = given | {"rope_local_base_freq": windowed["rope_theta"]}
         if windowed.get("rope_type", "default") != "default":
             unsupported.append(f"rope_type = {windowed['rope_type']} of sliding_attention")
+    elif given.get("rope_parameters") and "window_rope_theta" in config_class.hf_fields:
+        unsupported.append(f"rope_parameters = {rope} without full_attention")  # transformers ignores such settings
     given_type = rope.get("rope_type", rope.get("type", "default"))
     rope_type = config_class.hf_rope_types.get(str(given_type))
     fraction = rope.get("partial_rotary_factor", given.get("partial_rotary_factor"))

@@ -20,10 +20,11 @@ class Phi3Config(TransformerConfig):
 
     hf_fields: ClassVar[dict[str, str]] = {
         **{name: hf_name for name, hf_name in FIELDS.items() if name != "head_size"},
+        "hidden_act": "hidden_act",
         "rotary_fraction": "partial_rotary_factor",
         "window": "sliding_window",
     }
-    hf_fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu"}
+    hf_fixed: ClassVar[dict[str, Any]] = {}
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {
         "phi3": default_sizes(3072, 32, 32, None, 8192, 32_064, 4096)
         | {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},

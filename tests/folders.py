@@ -146,6 +146,60 @@ def _deepseek(rng: random.Random) -> dict[str, Any]:
     )
 
 
+def _mixtral(rng: random.Random) -> dict[str, Any]:
+    routed = {name: value for name, value in _experts(rng, "num_local_experts").items() if name[:3] == "num"}
+    return _sizes(rng, sliding_window=rng.choice([None, 5]), **routed, **_head_dim(rng))
+
+
+def _olmo2(rng: random.Random) -> dict[str, Any]:
+    return _sizes(rng, hidden_act=rng.choice(ACTS), **_biases(rng, "attention_bias"))
+
+
+def _olmo3(rng: random.Random) -> dict[str, Any]:
+    given = _olmo2(rng) | {"sliding_window": 5}
+    every, layers = rng.choice([2, 4, 9]), given["num_hidden_layers"]
+    kinds = ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(layers)]
+    rope = {"full_attention": given["rope_parameters"], "sliding_attention": {"rope_type": "default"}}
+    return given | {"rope_parameters": rope} | ({"layer_types": kinds} if rng.random() < 0.6 else {})
+
+
+def _smollm3(rng: random.Random) -> dict[str, Any]:
+    layers = rng.choice([1, 2, 3, 4])
+    kinds = [{}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]}]
+    windows = {"use_sliding_window": True, "sliding_window": 5} if rng.random() < 0.1 else {}
+    own = {"num_hidden_layers": layers, "hidden_act": rng.choice(ACTS), **rng.choice(kinds), **windows}
+    return _sizes(rng, **own, **_biases(rng, "attention_bias", "mlp_bias"))
+
+
+def _granite(rng: random.Random) -> dict[str, Any]:
+    factors = {"embedding_multiplier": rng.choice([1.0, 3.0]), "logits_scaling": rng.choice([1.0, 4.0, 3.0])}
+    factors |= {"attention_multiplier": rng.choice([0.1, 0.25]), "residual_multiplier": rng.choice([1.0, 0.22])}
+    return _sizes(rng, hidden_act=rng.choice(ACTS), **factors, **_biases(rng, "attention_bias", "mlp_bias"))
+
+
+def _glm4_moe(rng: random.Random) -> dict[str, Any]:
+    routed = {**_experts(rng, "n_routed_experts"), "n_routed_experts": 8}
+    routed |= rng.choice([{"n_group": 1, "topk_group": 1}, {"n_group": 2, "topk_group": 1}])
+    own = {"first_k_dense_replace": rng.choice([0, 1]), "routed_scaling_factor": rng.choice([1.0, 2.5])}
+    given = _sizes(rng, head_dim=16, **routed, **own, **_biases(rng, "use_qk_norm", "attention_bias"))
+    return given | {"rope_parameters": given["rope_parameters"] | {"partial_rotary_factor": rng.choice([0.5, 0.25])}}
+
+
+def _phi3(rng: random.Random) -> dict[str, Any]:
+    given = _sizes(rng, sliding_window=rng.choice([None, 5]), hidden_act=rng.choice(ACTS))
+    given["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0}
+    rotated = given["hidden_size"] // given["num_attention_heads"]
+    if rng.random() < 0.3:
+        rotated //= 2
+        given["rope_parameters"]["partial_rotary_factor"] = 0.5
+    if rng.random() < 0.6:
+        given |= {"original_max_position_embeddings": rng.choice([16, 64]), "max_position_embeddings": 256}
+        short, long = ([rng.uniform(1, most) for _ in range(rotated // 2)] for most in (1.2, 8.0))
+        given["rope_parameters"] |= {"rope_type": "longrope", "short_factor": short, "long_factor": long}
+        given["rope_parameters"]["original_max_position_embeddings"] = given["original_max_position_embeddings"]
+    return given | ({"resid_pdrop": 0.1} if rng.random() < 0.1 else {})
+
+
 DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _mistral,
@@ -155,6 +209,13 @@ DRAWS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
     "gemma3_text": _gemma3,
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek,
+    "mixtral": _mixtral,
+    "olmo2": _olmo2,
+    "olmo3": _olmo3,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "glm4_moe": _glm4_moe,
+    "phi3": _phi3,
     "deepseek_v2": lambda rng: _deepseek(rng) | {"norm_topk_prob": False, "topk_method": "group_limited_greedy"},
 }
 """model_type -> fields of a random configuration."""

@@ -14,7 +14,6 @@ from models.visible import Visible
 from tests.ranks import group_of_one
 from tests.test_generate import logits_of_whole_prefixes
 
-
 _NAMES = ["gpt_oss", "deepseek_v3", "mistral", "mixtral", "glm4_moe", "phi3", "olmo3", "smollm3", "granite"]
 
 
