@@ -68,11 +68,12 @@ def test_its_weights_are_those_of_the_folder_unless_others_are_named(folder: Pat
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model_type": "stablelm"}, r"model_type = stablelm: not one of .*; nearest are .*qwen3"),
+        ({"model_type": "stablelm"}, r"model_type = stablelm: not one of .*; nearest are .*by their fields"),
         ({"model_type": ["a"]}, r"model_type = \['a'\]: not one of"),
         ({"model_type": "qwen33"}, r".*; nearest are qwen3, "),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, r"architectures = \['Qwen3MoeForCausalLM'\]: not a class of"),
         ({"use_sliding_window": True}, r"use_sliding_window = True: not available; families that accept .*: .*mistral"),
+        ({"model_type": "qwen2_vl"}, r"model_type = qwen2_vl: not one of .*; nearest are qwen2, "),
         ({"hidden_size": "64"}, r"hidden_size = 64: not available"),
         ({"num_key_value_heads": 3}, r"n_heads = 4, n_kv_heads = 3: groups of heads must be equal"),
         ({"num_hidden_layers": 0}, r"n_layers = 0: a size of 1 or more"),

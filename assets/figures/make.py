@@ -266,9 +266,9 @@ def _seen(config: TransformerConfig) -> tuple[str, tuple[int, ...]]:
 
 def draw_visible() -> Figure:
     """The keys that queries see in each layer. Models that see the same keys share a row."""
-    rows, cell, left, top = visible_rows(), 0.78, 2.75, 1.5
+    rows, cell, left, top = visible_rows(), 0.78, 3.4, 1.5
     heights = [max(0.92, 0.3 * len(models.splitlines())) for models, _, _ in rows]
-    figure, axes = canvas(15.2, top + sum(heights) + 0.25)
+    figure, axes = canvas(15.9, top + sum(heights) + 0.25)
     text(axes, 7.6, 0.4, f"Which keys a query sees, in a sequence of {SEQUENCE:,} tokens", 18, weight="bold")
     text(axes, 7.6, 0.76, "queries downwards, keys to the right", colour=GREY)
     text(axes, left - 0.2, 1.2, "layer", ha="right")

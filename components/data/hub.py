@@ -196,12 +196,10 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         print("tokenizer.model was left out: tokenizer.json is read")
     if kind == "dataset":
         print(f'training.dataset_path = "{folder}"\ntraining.dataset_streaming = true')
-    if kind == "model" and "config.json" in wanted:
-        print(f'model.flavor = "{folder}"')
+    if kind == "model" and any(name.endswith(".safetensors") for name in wanted):
+        print(f'model.flavor = "{folder}"\ncheckpoint.initial_load_in_hf = true')
     elif kind == "model" and _matching(wanted, _TOKENIZER):
         print(f'model.hf_assets_path = "{folder}"')
-    if kind == "model" and any(name.endswith(".safetensors") for name in wanted):
-        print("checkpoint.initial_load_in_hf = true")
 
 
 def _wanted(names: list[str], kind: Kind, only: list[str]) -> list[str]:
