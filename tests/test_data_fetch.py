@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -292,3 +293,33 @@ def test_a_full_disk_is_told_and_the_same_command_goes_on(hub: tuple[str, Path],
         ((out, code),) = run([fetch], hub[0], tmp_path / "home")
         assert code == 0, out
         assert (disk / "tokenizer.model").read_bytes() == (ROOT / "assets/tokenizer/tokenizer.model").read_bytes()
+
+
+def test_two_commands_lead_from_the_hub_to_a_loss(hub: tuple[str, Path], tmp_path: Path) -> None:
+    """README's, with the folder of a small Llama; no file is edited."""
+    transformers = pytest.importorskip("transformers")
+    address, served = hub
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=4096, pad_token_id=None)
+    transformers.LlamaForCausalLM(config).save_pretrained(served / "models/org/tiny")
+    shutil.copy(ROOT / "assets/tokenizer/tokenizer.model", served / "models/org/tiny")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    pattern = r"^    (\S*python -m components.data fetch \S+SmolLM2.*)\n    ((?:.*\\\n)*.*)"
+    ((fetch, train),) = re.findall(pattern, readme, re.M)
+    fetched = fetch.replace(".venv/bin/python", sys.executable).replace("HuggingFaceTB/SmolLM2-135M", "org/tiny")
+    trained = train.replace("assets/SmolLM2-135M", str(tmp_path / "tiny")).replace(
+        "outputs/smollm2", str(tmp_path / "run")
+    )
+    commands = f"{fetched} --into {tmp_path / 'tiny'}\n{trained} --training.steps 1 --validation.no_enable"
+    done = subprocess.run(
+        ["bash", "-e", "-c", commands],
+        env=environment(address, tmp_path / "home") | {"NGPU": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f'model.flavor = "{tmp_path / "tiny"}"' in done.stdout
+    assert f"weights from {tmp_path / 'tiny'}" in done.stdout
+    (row,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert abs(row["loss"] - 8.32) < 0.1, "of 4,096 tokens that are nearly alike"
