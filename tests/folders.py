@@ -165,7 +165,11 @@ def _olmo3(rng: random.Random) -> dict[str, Any]:
 
 def _smollm3(rng: random.Random) -> dict[str, Any]:
     layers = rng.choice([1, 2, 3, 4])
-    kinds = [{}, {"no_rope_layer_interval": 2}, {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]}]
+    kinds: list[dict[str, Any]] = [
+        {},
+        {"no_rope_layer_interval": 2},
+        {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]},
+    ]
     windows = {"use_sliding_window": True, "sliding_window": 5} if rng.random() < 0.1 else {}
     own = {"num_hidden_layers": layers, "hidden_act": rng.choice(ACTS), **rng.choice(kinds), **windows}
     return _sizes(rng, **own, **_biases(rng, "attention_bias", "mlp_bias"))
