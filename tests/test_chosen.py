@@ -2,15 +2,17 @@
 
 import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from components.commands.start import check_layout_and_weights
-from components.config import ConfigError, JobConfig, from_json, load_config, to_dict, to_json
+from components.config import ConfigError, JobConfig, absolute_tables, from_json, load_config, to_dict, to_json
 from components.data import with_rows
 from components.data.tokenizer import load_tokenizer
+from components.state.card import recipe
 from components.state.folder import chosen_model
 from models import MODELS, meta_model, sizes
 from parallelize.rules import check_model
@@ -46,6 +48,12 @@ def test_a_folder_says_the_family_and_all_sizes(folder: Path) -> None:
     assert sizes(model).n_layers == 3
     for of_run in (sizes(model), sizes(chosen_model(to_dict(config))), meta_model(model).config):
         assert of_run == sizes(model), "without reading the folder again"
+
+
+def test_the_card_of_an_export_has_the_sizes(folder: Path) -> None:
+    text = recipe(absolute_tables(checked("--model.flavor", str(folder))))
+    model = tomllib.loads(text)["model"]
+    assert (model["flavor"], model["sizes"]["n_layers"]) == (folder.name, QWEN3.n_layers)
 
 
 def test_a_folder_of_the_command_line_replaces_the_model_of_the_job_file(folder: Path, tmp_path: Path) -> None:

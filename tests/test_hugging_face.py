@@ -367,6 +367,7 @@ def test_each_field_of_transformers_that_changes_logits_is_looked_at(kind: str) 
         ("granite", {"attention_dropout": 0.1}, "attention_dropout = 0.1: not available"),
         ("olmo2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = dynamic: not available"),
         ("olmo3", {"layer_types": ["full_attention", *WINDOWS[1:]]}, "layer_types = "),
+        ("olmo3", {"rope_parameters": {"rope_type": "yarn", "factor": 8.0}}, "without full_attention"),
     ],
 )
 def test_what_a_family_cannot_compute_is_refused_by_name(kind: str, changes: dict[str, Any], said: str) -> None:
