@@ -27,12 +27,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def tree_seconds(root: int) -> float:
     """Processor time of a process and its descendants, with what they have waited for. Linux only."""
     children, ticks = defaultdict(list), {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in [int(name) for name in os.listdir("/proc") if name.isdigit()]:
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
-        process = int(path.parent.name)
         children[int(fields[1])].append(process)
         ticks[process] = sum(map(int, fields[11:15]))
     waiting, total = [root], 0

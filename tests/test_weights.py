@@ -151,6 +151,8 @@ def test_a_table_that_grows_has_the_rows_of_the_weights_and_new_ones(
     check_initial_weights(load_config(job))
     with pytest.raises(ConfigError, match=rf"model.embed_tokens.weight is \({rows}, 64\) there and \({rows + 5}, 64\)"):
         check_initial_weights(load_config([*job, "--lora.rank", "4"]))
+    with pytest.raises(ConfigError, match=r"model.sizes.vocab_size = \d+: adapters would never train new rows"):
+        check_initial_weights(load_config([*job, "--lora.rank", "4"]))
     ranks, words = LAYOUTS[layout]
     saves = partial(export, checkpoint=tmp_path / "run" / "step-0", target=exported)
     observe(*start_from(path, *words, *wanted), ranks=ranks, steps=0, folder=str(tmp_path / "run"), at_end=saves)

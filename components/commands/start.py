@@ -205,7 +205,12 @@ def check_initial_weights(config: JobConfig) -> None:
     try:
         quantized = check_weights(meta_model(wanted), path, grown)
     except ConfigError as error:
-        raise ConfigError([f"checkpoint.initial_load_path: {message}" for message in error.messages]) from error
+        messages = [f"checkpoint.initial_load_path: {message}" for message in error.messages]
+        if asked and config.model.lora.rank:
+            messages.append(
+                mistake(config, "model.sizes.vocab_size", "adapters would never train new rows: leave it out")
+            )
+        raise ConfigError(messages) from error
     if quantized != checkpoint.initial_load_in_hf_quantized:
         has = "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; use false"
         raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))

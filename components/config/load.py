@@ -139,6 +139,8 @@ def absolute_tables(config: JobConfig) -> dict[str, Any]:
             is_local = table[last] and not is_url(table[last]) and (key, table[last]) != ("chat.template", OF_TOKENIZER)
             if is_path(annotation) and is_local:
                 table[last] = str(_absolute(key, table[last]))
+    if is_folder(config.model.flavor):
+        tables["model"]["flavor"] = str(_absolute("model.hf_assets_path", config.model.flavor))
     return tables
 
 

@@ -51,16 +51,16 @@ class Model:
     """Which model is trained."""
 
     name: Name = "llama"
-    """A name in models/__init__.py. Left out if flavor is a folder."""
+    """A model family: a module of models/ (docs/models.md). Left out if flavor is a folder."""
     flavor: Name = "debug"
-    """A named size of that model. Or a folder of Hugging Face's, written with a slash ("./SmolLM2-135M"): its
-    config.json says the model, its tokenizer is hf_assets_path, and its weights are those of
-    checkpoint.initial_load_in_hf. On the command line the folder replaces the job file's name and hf_assets_path."""
+    """A named size, or a Hugging Face folder, written with a slash ("./SmolLM2-135M"). A folder sets the name and all
+    sizes, and, if they are unset, hf_assets_path and (with initial_load_in_hf) checkpoint.initial_load_path. On the
+    command line a folder replaces the job file's name and hf_assets_path."""
     sizes: dict[str, Size] = field(default_factory=dict)
-    """Changes of the flavor or folder: any field of the model's configuration (models/config.py). vocab_size =
-    "tokenizer" takes as many rows as the tokenizer needs."""
+    """Changes of the flavor or folder: fields of the family's configuration (models/config.py). vocab_size =
+    "tokenizer": the rows that the tokenizer needs, rounded up to vocab_multiple."""
     vocab_multiple: Positive = 64
-    """sizes.vocab_size = "tokenizer" is rounded up to a multiple of this number."""
+    """Rows of sizes.vocab_size = "tokenizer" are rounded up to a multiple of this number."""
     attention_kernel: Name = "auto"
     """A name of KERNELS in models/attention.py; auto chooses the fastest."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)

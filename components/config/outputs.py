@@ -82,8 +82,8 @@ class Checkpoint:
     initial_load_in_hf: bool = False
     """initial_load_path is a Hugging Face folder: safetensors and config.json."""
     initial_load_new_rows: Literal["step_0", "mean"] = "step_0"
-    """Rows of the token tables beyond those of the Hugging Face folder (model.sizes.vocab_size): as at step 0 of a run
-    without initial weights, or the mean of the folder's rows."""
+    """Initial values of the rows that model.sizes.vocab_size adds to the folder's embedding and head: random as at step
+    0, or the mean of the folder's rows."""
     initial_load_in_hf_quantized: bool = False
     """The weights at initial_load_path are FP8 (in blocks) or MXFP4; each rank converts its slice to training.dtype."""
     last_save_model_only: bool = False
@@ -95,9 +95,9 @@ class Checkpoint:
     """Precision of the weights that last_save_in_hf writes."""
     hf_repo: HubRepository = ""
     """Repository of the Hugging Face hub, as "org/name", to which the folder of last_save_in_hf is uploaded after the
-    run. Needs a token (HF_TOKEN, or `hf auth login`). A failed upload ends no run and loses nothing."""
+    run. Needs a token (HF_TOKEN, or `hf auth login`). If the upload fails, the run still succeeds."""
     hf_repo_private: bool = True
-    """Make hf_repo private; false makes it public. A repository that is there has to be so already."""
+    """Make hf_repo private; false makes it public. An existing repository must already have this visibility."""
     keep_latest_k: NonNegative = 10
     """Checkpoints to keep; 0 keeps all. The last good checkpoint is never removed."""
     load_step: Annotated[int, Ge(-1), Le(LARGEST)] = -1

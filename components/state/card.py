@@ -75,7 +75,7 @@ def _facts(config: dict[str, Any], run: Path, rows: list[dict[str, Any]], step: 
         "tokens with labels": f"{trained['tokens']:,}" if "tokens" in trained else "",
         "training loss": f"{trained['loss']:.4f} nats a token, at step {trained['step']:,}" if trained else "",
         "validation loss": f"{validated['validation_loss']:.4f}, at step {validated['step']:,}" if validated else "",
-        "layout": f"{about.get('layout', '')}, on {about.get('ranks', '?')} ranks" if about.get("layout") else "",
+        "layout": f"{about.get('layout', '')}, ranks: {about.get('ranks', '?')}" if about.get("layout") else "",
         "device": str(about.get("device", "")),
         "PyTorch": str((about.get("versions") or {}).get("torch", "")),
         "revision of Meshwright": f"{git['revision']}{dirty}" if git.get("revision") else "",

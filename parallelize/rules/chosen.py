@@ -29,7 +29,7 @@ def resolved(config: JobConfig) -> JobConfig:
 
     model, folder = config.model, Path(config.model.flavor)
     if not folder.is_dir():
-        of_hub = len(folder.parts) == 2 and not folder.is_absolute()
+        of_hub = len(folder.parts) == 2 and not folder.parent.exists()
         remedy = f"; python -m components.data fetch {folder} brings one of the hub" if of_hub else ""
         raise ConfigError(mistake(config, "model.flavor", f"no such folder{remedy}"))
     if not (folder / "config.json").exists():
