@@ -63,7 +63,7 @@ def test_a_card_tells_how_its_weights_were_made(tmp_path: Path) -> None:
     for line in (
         *("# llama debug", "Bible | x", f"| started from | org/base at {COMMIT} |", "| steps | 20 |"),
         *("| tokens with labels | 40,000 |", "| training loss | 7.5000 nats a token, at step 20 |"),
-        *("| validation loss | 7.7500, at step 20 |", "| layout | dp 2 · tp 2, on 4 ranks |"),
+        *("| validation loss | 7.7500, at step 20 |", "| layout | dp 2 · tp 2, ranks: 4 |"),
         "| revision of Meshwright | abcdef, with changes |",
     ):
         assert line in card.text.splitlines()
