@@ -67,14 +67,21 @@ def of_hugging_face(given: dict[str, Any]) -> tuple[str, Any]:
         nearest = f"; nearest are {', '.join(near[:5])}, by name or by their fields" if near else ""
         raise ValueError(f"model_type = {kind}: not one of {', '.join(families)}{nearest}")
     stem = kind.removesuffix("_text").replace("_", "")
-    if classes and not any(re.match(rf"{stem}(for|model)", str(each).lower()) for each in classes):
+    if classes and not any(re.fullmatch(rf"{stem}(forcausallm|model)", str(each).lower()) for each in classes):
         raise ValueError(f"architectures = {classes}: not a class of model_type = {kind}")
     try:
         return name, from_hugging_face(given, config_class(name))
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        near = [other for other in MODELS if other != name and MODELS[other][0].hf_type and _accepts(other, given)]
+        named = {*re.findall(r"(\w+) = ", str(error))}
+        near = [other for other in MODELS if other != name and _knows(other, named) and _accepts(other, given)]
         nearest = f"; families that accept such a config.json: {', '.join(near)}" if near else ""
         raise ValueError(f"{error}{nearest}") from error
+
+
+def _knows(name: str, fields: set[str]) -> bool:
+    """Whether a family does more with some of these fields of config.json than to ignore them."""
+    known = {*config_class(name).hf_fields.values(), *config_class(name).hf_fixed, "rope_type"}
+    return bool(MODELS[name][0].hf_type) and bool(fields & known)
 
 
 def _accepts(name: str, given: dict[str, Any]) -> bool:

@@ -32,6 +32,13 @@ class TransformerConfig:
     """Field of this class -> field of Hugging Face's config.json."""
     hf_fixed: ClassVar[dict[str, Any]] = FIXED
     """Fields of config.json whose value is the same for every model of the family."""
+    positive: ClassVar[tuple[str, ...]] = (
+        *("dim", "n_layers", "n_heads", "n_kv_heads", "head_size", "ffn_dim", "vocab_size", "context_length"),
+        *("query_size", "logits_scaling", "window", "rope_theta", "window_rope_theta"),
+    )
+    """Fields that are above 0, if they are not None."""
+    counts: ClassVar[tuple[str, ...]] = ("norm_eps", "full_every", "no_rope_every")
+    """Fields that are not below 0."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
     """model_type -> transformers' defaults for fields that a config.json omits: default_sizes and more."""
     hf_rope_types: ClassVar[dict[str, str]] = ROPE_TYPES
@@ -89,10 +96,12 @@ class TransformerConfig:
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
     def __post_init__(self) -> None:
-        """Raises ValueError if a size is below 1, or if heads or the rotary positions do not fit."""
-        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size", "context_length", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: a size of 1 or more is needed")
+        """Raises ValueError if a size is out of bounds, or if heads or the rotary positions do not fit."""
+        for names, least in ((self.positive, "above 0"), (self.counts, "not below 0")):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (value < 0 or (value == 0 and names is self.positive)):
+                    raise ValueError(f"{name} = {value}: a number {least} is needed")
         if self.head_size is None and self.dim % self.n_heads:
             raise ValueError(f"dim = {self.dim}, n_heads = {self.n_heads}: heads need equal widths; set head_size")
         if self.n_heads % self.n_kv_heads:
@@ -107,12 +116,10 @@ class TransformerConfig:
             factors = getattr(scaling, name)
             if len(factors) != width // 2 or not all(0 < factor < math.inf for factor in factors):
                 raise ValueError(f"{name} has {len(factors)} numbers: use {width // 2} positive numbers")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"window = {self.window}: a query sees at least its own token")
 
     @property
     def head_dim(self) -> int:
-        return self.head_size or self.dim // self.n_heads
+        return self.dim // self.n_heads if self.head_size is None else self.head_size
 
     @property
     def query_factor(self) -> float:

@@ -84,6 +84,11 @@ class DeepseekV3Config(MixtureConfig):
         },
     }
 
+    positive: ClassVar[tuple[str, ...]] = (
+        *MixtureConfig.positive,
+        *("q_lora_rank", "kv_lora_rank", "nope_dim", "rope_dim", "v_dim"),
+    )
+
     q_lora_rank: int | None = None
     """Width of the queries' latent; None: queries are projected directly."""
     kv_lora_rank: int = 512
@@ -122,8 +127,10 @@ class DeepseekV3Config(MixtureConfig):
         return {"head_dim": self.rope_dim}
 
     def __post_init__(self) -> None:
-        """Raises ValueError if n_kv_heads differs from n_heads, or if head_size is set."""
+        """Raises ValueError if n_kv_heads differs from n_heads, head_size is set, or values are wider than keys."""
         super().__post_init__()
+        if self.v_dim > self.head_dim:
+            raise ValueError(f"v_dim = {self.v_dim}: values are at most as wide as keys, {self.head_dim}")
         if self.n_kv_heads != self.n_heads or self.head_size is not None:
             raise ValueError(
                 f"n_kv_heads = {self.n_kv_heads}, head_size = {self.head_size}: {self.n_heads} heads need as many keys "

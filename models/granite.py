@@ -30,11 +30,6 @@ class GraniteConfig(TransformerConfig):
     attention_multiplier: float = 0.015625
     residual_multiplier: float = 0.22
 
-    def __post_init__(self) -> None:
-        """Raises ValueError if logits would be divided by zero."""
-        if self.logits_scaling == 0:
-            raise ValueError("logits_scaling = 0: logits are divided by this number; use 1 to leave them as they are")
-
 
 FLAVORS = {
     "debug": GraniteConfig(

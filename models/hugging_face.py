@@ -63,11 +63,11 @@ _SCALING: dict[str, tuple[str, ...]] = {
 """rope_type -> the fields of RopeScaling that it uses."""
 ROPE_TYPES = {name: name for name in ("default", *_SCALING)}
 """Default of hf_rope_types."""
-_DROPOUTS = (
+DROPOUTS = (
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "hidden_dropout", "mlp_dropout", "resid_pdrop"),
     "router_jitter_noise",
 )
-"""Fields of config.json that make training random, of all families; no model here has them."""
+"""Fields of config.json, of all families, that make training in transformers random, and change nothing else."""
 _NAMES_OF_EXPERTS = ("num_experts", "num_local_experts")
 """Two names of the same field, both of which transformers reads."""
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10_000.0, "tie_word_embeddings": False}
@@ -202,10 +202,20 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     tables = config_class.hf_defaults
     defaults = DEFAULTS | tables.get(given.get("model_type"), next(iter(tables.values()), {}))
     experts = {name: given[other] for name in _NAMES_OF_EXPERTS for other in _NAMES_OF_EXPERTS if other in given}
+    scaling = given.get("rope_scaling")
     given = defaults | experts | given
-    scaling = given.get("rope_scaling") or defaults.get("rope_scaling")  # null is the default
-    rope, unsupported = given.get("rope_parameters") or scaling or {}, []
-    if "full_attention" in rope:  # settings by type of layer
+    if given.get("hidden_act") == "swish":
+        given["hidden_act"] = "silu"
+    unsupported: list[str] = []
+    by_type, length = given.get("rope_parameters") or {}, "original_max_position_embeddings"
+    for name, table in (("rope_scaling", scaling or {}), ("rope_parameters", by_type)):
+        if not isinstance(table, dict):
+            raise ValueError(f"{name} = {table}: not available")
+    is_by_type = "full_attention" in by_type
+    rope = by_type if is_by_type else scaling or by_type or defaults.get("rope_scaling") or {}  # null is the default
+    lengths = [given.get(length)]
+    if is_by_type:
+        lengths = []
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
         if "rope_theta" in windowed:
             given = given | {"rope_local_base_freq": windowed["rope_theta"]}
@@ -222,7 +232,6 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         for name, value in fixed.items()
         if value != (own := config_class.hf_fixed[name]) and (own or value is not None)  # null means false, or []
     ]
-    unsupported += [f"{name} = {given[name]}" for name in _DROPOUTS if given.get(name)]
     if rope_type is None:
         unsupported.append(f"rope_type = {given_type}")
     elif rope_type == "longrope":
@@ -239,8 +248,7 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
     sizes = _sizes(values, config_class)
     scaling = None
     if rope_type in _SCALING:
-        length = "original_max_position_embeddings"
-        lengths = (given.get(length), rope.get(length), given.get("max_position_embeddings"))
+        lengths += [rope.get(length), given.get("max_position_embeddings")]
         rope = rope | {length: next((value for value in lengths if value is not None), None)}
         if rope_type == "longrope":
             rope |= {name: tuple(rope[name]) for name in _FACTORS}

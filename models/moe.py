@@ -33,6 +33,12 @@ class MixtureConfig(TransformerConfig):
         "normalised": "norm_topk_prob",
     }
 
+    positive: ClassVar[tuple[str, ...]] = (
+        *TransformerConfig.positive,
+        *("n_experts", "top_k", "expert_dim", "route_scale", "n_groups", "top_groups"),
+    )
+    counts: ClassVar[tuple[str, ...]] = (*TransformerConfig.counts, "n_dense_layers", "n_shared")
+
     n_dense_layers: int = 0
     """Number of first layers, which have a feed-forward of width ffn_dim instead of experts."""
     n_experts: int

@@ -45,6 +45,15 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
     """longrope: factor of each wavelength, if sequences are longer."""
 
+    def __post_init__(self) -> None:
+        """Raises ValueError if a number is out of bounds, as one of a config.json may be."""
+        for name in ("factor", "original_max_position_embeddings", "low_freq_factor", "beta_slow", "attention_factor"):
+            value = getattr(self, name)
+            if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise ValueError(f"{name} = {value}: a number above 0 is needed")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(f"high_freq_factor = {self.high_freq_factor}: it is above low_freq_factor")
+
     @property
     def amplitude(self) -> float:
         """Factor of cosines and sines. It scales the logits, so that a softmax over more tokens stays as sharp."""

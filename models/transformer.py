@@ -1,7 +1,7 @@
 """The decoder-only transformer that the families share. A family adds its sizes and names."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from models.attention import Visibility, Visible
 from models.config import TransformerConfig
-from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, to_hugging_face
+from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, rope_fields, to_hugging_face
 from models.layers import Attention, FeedForward, Head
 from models.parameters import (
     KINDS,
@@ -206,6 +206,24 @@ class Transformer(nn.Module):
         return [
             f"{key} is {theirs.get(key)} there and {ours[key]} here" for key in ours if theirs.get(key) != ours[key]
         ]
+
+    def hf_lost(self) -> dict[str, tuple[Any, Any]]:
+        """Field -> its value in the config.json of an export, and here, for fields that config.json would change.
+
+        Raises ValueError if config.json cannot describe the model.
+        """
+        ours = self.config
+        back = from_hugging_face(self.hf_config(), type(ours))
+        found = {}
+        for name in (field.name for field in fields(ours)):
+            there, here = getattr(back, name), getattr(ours, name)
+            if name == "head_size":  # None is dim / n_heads
+                there, here = back.head_dim, ours.head_dim
+            elif name == "rope_scaling":  # some fields are not those of its type
+                there, here = rope_fields(there), rope_fields(here)
+            if there != here and name != "frozen" and (name != "ffn_dim" or name in ours.hf_fields):
+                found[name] = there, here
+        return found
 
     def init_std(self, name: str) -> float | Uniform | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.

@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,10 @@ def test_a_folder_says_the_family_and_all_sizes(folder: Path) -> None:
         assert of_run == sizes(model), "without reading the folder again"
 
 
-def test_the_card_of_an_export_has_the_sizes(folder: Path) -> None:
+def test_the_card_of_an_export_names_the_folder(folder: Path) -> None:
     text = recipe(absolute_tables(checked("--model.flavor", str(folder))))
     model = tomllib.loads(text)["model"]
-    assert (model["flavor"], model["sizes"]["n_layers"]) == (folder.name, QWEN3.n_layers)
+    assert (model["flavor"], "sizes" in model) == (f"./{folder.name}", False)
 
 
 def test_a_folder_of_the_command_line_replaces_the_model_of_the_job_file(folder: Path, tmp_path: Path) -> None:
@@ -80,11 +81,18 @@ def test_its_weights_are_those_of_the_folder_unless_others_are_named(folder: Pat
         ({"model_type": ["a"]}, r"model_type = \['a'\]: not one of"),
         ({"model_type": "qwen33"}, r".*; nearest are qwen3, "),
         ({"architectures": ["Qwen3MoeForCausalLM"]}, r"architectures = \['Qwen3MoeForCausalLM'\]: not a class of"),
-        ({"use_sliding_window": True}, r"use_sliding_window = True: not available; families that accept .*: .*mistral"),
+        ({"use_sliding_window": True}, r"use_sliding_window = True: not available$"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0.5: not available; families .*: glm4_moe$"),
         ({"model_type": "qwen2_vl"}, r"model_type = qwen2_vl: not one of .*; nearest are qwen2, "),
         ({"hidden_size": "64"}, r"hidden_size = 64: not available"),
         ({"num_key_value_heads": 3}, r"n_heads = 4, n_kv_heads = 3: groups of heads must be equal"),
-        ({"num_hidden_layers": 0}, r"n_layers = 0: a size of 1 or more"),
+        ({"num_hidden_layers": 0}, r"n_layers = 0: a number above 0"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\]: not available"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}, r"factor = 0.0: a number above 0 is needed"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": "8"}}, r"factor = 8: a number above 0 is needed"),
+        ({"rms_norm_eps": -1.0}, r"norm_eps = -1.0: a number not below 0"),
+        ({"attention_dropout": 0.1}, r"attention_dropout = 0.1: not available; to train without, set it to 0 in this"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, r"architectures = .*: not a class of"),
         ({"head_dim": 7}, r"rotary_fraction = 1: RoPE would rotate 7 of 7 columns"),
     ],
 )
@@ -131,13 +139,43 @@ def test_architectures_of_a_model_without_head_are_accepted(folder: Path) -> Non
         ("rope_scaling 3", "model.sizes.rope_scaling = 3: it has a table of its own, [model.rope_scaling]"),
         ('frozen ["layers.9"]', "model.sizes: frozen = ['layers.9']: no parameter has such a name"),
         ("a.b 3", "model.sizes.a.b = 3: unknown key"),
-        ("vocab_size 0", "model.sizes: vocab_size = 0: a size of 1 or more is needed"),
+        ("frozen layers.0", 'model.sizes.frozen = "layers.0": expected a list of a string'),
+        ("rope_theta -5", "model.sizes: rope_theta = -5: a number above 0 is needed"),
+        ("norm_eps -1", "model.sizes: norm_eps = -1: a number not below 0 is needed"),
+        ("head_size 0", "model.sizes: head_size = 0: a number above 0 is needed"),
+        ("full_every -2", "model.sizes: full_every = -2: a number not below 0 is needed"),
+        ("vocab_size 0", "model.sizes: vocab_size = 0: a number above 0 is needed"),
     ],
 )
 def test_a_size_that_the_family_does_not_have_is_refused(words: str, says: str) -> None:
     name, _, value = words.partition(" ")
     with pytest.raises(ConfigError, match=re.escape(says)):
         checked(f"--model.sizes.{name}", value)
+
+
+@pytest.mark.parametrize(
+    ("family", "words", "says"),
+    [
+        ("granite", "n_kv_heads 3", "n_heads = 8, n_kv_heads = 3: groups of heads must be equal"),
+        ("granite", "logits_scaling 0", "logits_scaling = 0: a number above 0 is needed"),
+        ("deepseek_v3", "score softmax", "model.sizes.normalised = True: Hugging Face's deepseek_v3 would have False"),
+        ("deepseek_v3", "v_dim 128", "v_dim = 128: values are at most as wide as keys, 48"),
+        ("deepseek_v3", "nope_dim 0", "nope_dim = 0: a number above 0 is needed"),
+        ("glm4_moe", "top_k 0", "top_k = 0: a number above 0 is needed"),
+        ("glm4_moe", "n_shared -1", "n_shared = -1: a number not below 0 is needed"),
+        ("gemma3", "query_size -5", "query_size = -5: a number above 0 is needed"),
+    ],
+)
+def test_sizes_that_a_family_could_not_compute_or_export_are_refused(family: str, words: str, says: str) -> None:
+    name, _, value = words.partition(" ")
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        checked("--model.name", family, f"--model.sizes.{name}", value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_family_skips_the_bounds(name: str) -> None:
+    with pytest.raises(ValueError, match=r"n_layers = 0: a number above 0"):
+        replace(MODELS[name][1]["debug"], n_layers=0)
 
 
 def test_sizes_of_a_job_file_have_lines_and_the_command_line_wins(tmp_path: Path) -> None:
@@ -162,8 +200,10 @@ def test_the_tokenizer_says_the_rows(tmp_path: Path) -> None:
         check_model(load_config([*words]))
 
 
-def test_the_key_of_older_job_files_for_the_vocabulary_means_the_size() -> None:
-    assert sizes(checked("--model.vocab_size", "5000").model).vocab_size == 5000
+def test_the_key_of_older_job_files_for_the_vocabulary_is_told_its_new_name() -> None:
+    with pytest.raises(ConfigError, match=r"model.vocab_size = 5000: it has moved to model.sizes.vocab_size"):
+        checked("--model.vocab_size", "5000")
+    assert sizes(checked("--model.vocab_size", "0").model).vocab_size == 4096
     older = {"name": "llama", "flavor": "debug", "vocab_size": 5000}
     assert sizes(chosen_model({"model": older})).vocab_size == 5000
     assert sizes(chosen_model({"model": older | {"vocab_size": 0}})).vocab_size == 4096
@@ -176,6 +216,7 @@ def test_a_run_does_not_go_on_as_another_model(tmp_path: Path) -> None:
     observe(*words, "1e-4", **kept)
     with pytest.raises(RuntimeError, match=r"of another model: norm_eps = 0.0001 there and 0.001 here"):
         observe(*words, "1e-3", **kept)
+    observe(*words, "1e-4", "--model.sizes.head_size", "16", **kept)  # as it was by default
     longer = ("--model.rope_scaling.rope_type", "linear", "--model.rope_scaling.factor", "2.0")
     observe(*words, "1e-4", *longer, **kept)
 

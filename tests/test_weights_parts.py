@@ -69,6 +69,9 @@ class Experts(nn.Module):
     def hf_config(self) -> dict[str, Any]:
         return {"model_type": "experts"}
 
+    def hf_lost(self) -> dict[str, tuple[Any, Any]]:
+        return {}
+
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
         return []
 

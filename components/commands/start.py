@@ -193,7 +193,7 @@ def check_initial_weights(config: JobConfig) -> None:
     grown = asked and not config.model.lora.rank  # adapters would never train the new rows
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return
-    from components.state.weights import check_weights
+    from components.state.weights import check_weights, rows_of
     from models import meta_model
 
     path, wanted = Path(checkpoint.initial_load_path), config.model
@@ -211,6 +211,10 @@ def check_initial_weights(config: JobConfig) -> None:
                 mistake(config, "model.sizes.vocab_size", "adapters would never train new rows: leave it out")
             )
         raise ConfigError(messages) from error
+    model = meta_model(wanted)
+    if "checkpoint.initial_load_new_rows" in config.origins and rows_of(model, path) >= model.config.vocab_size:
+        reason = "the folder has all rows of model.sizes.vocab_size: leave it out"
+        raise ConfigError(mistake(config, "checkpoint.initial_load_new_rows", reason))
     if quantized != checkpoint.initial_load_in_hf_quantized:
         has = "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; use false"
         raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))

@@ -38,7 +38,7 @@ def describe_type(annotation: Any) -> str:
         return " or ".join(show(value) for value in arguments)
     if origin in (types.UnionType, typing.Union):
         return " or ".join(describe_type(part) for part in arguments if part is not type(None))
-    if origin is list:
+    if origin in (list, tuple):
         return f"a list of {describe_type(arguments[0])}"
     if origin is dict:
         return f"a table of names, each with {describe_type(arguments[1])}"

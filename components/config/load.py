@@ -76,7 +76,7 @@ def load_config(argv: list[str]) -> JobConfig:
         try:
             _take_folder(values, origins)
         except PathError as error:
-            mistakes.append(next(each for each in given if each.key == "model.flavor").mistake(str(error)))
+            mistakes.append([each for each in given if each.key == "model.flavor"][-1].mistake(str(error)))
     total = values.get("lr_scheduler.total_steps") or values.get("training.steps", Training.steps)
     values.setdefault("lr_scheduler.warmup_steps", min(LRScheduler.warmup_steps, total))
     if mistakes:  # before contradictions are checked, because a default would stand for an invalid value

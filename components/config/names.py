@@ -21,7 +21,6 @@ _LORA = ("rank", "alpha", "target_modules", "use_rslora", "dropout", "base", "in
 RENAMED: dict[str, tuple[str, str]] = {
     "metrics.disable_color_printing": ("metrics.color_printing", "negate"),
     "model.tokenizer_path": ("model.hf_assets_path", "same"),
-    "model.vocab_size": ("model.sizes.vocab_size", "same"),
     "memory_estimation.disable_fake_mode": ("memory_estimation.fake_mode", "negate"),
     "parallelism.disable_loss_parallel": ("parallelism.loss_parallel", "negate"),
     **{f"lora.{name}": (f"model.lora.{name}", "same") for name in _LORA},
@@ -70,6 +69,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "job.save_config_file": Unavailable(None, "run.json in dump_folder always holds the resolved job file"),
     "job.custom_config_module": Unavailable("", "add keys to components/config/tables.py instead"),
     "metrics.save_for_all_ranks": Unavailable(False, "logged numbers are the same on every rank; rank 0 writes them"),
+    "model.vocab_size": Unavailable(0, "it has moved to model.sizes.vocab_size"),
     "model.print_after_conversion": Unavailable(False, _NOT_YET),
     "optimizer.early_step_in_backward": Unavailable(False, "it cannot clip by the global gradient norm"),
     "training.gc_debug": Unavailable(False, _NOT_YET),

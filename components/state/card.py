@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from components.config import ROOT, absolute_tables, load_config
-from components.config.bounds import hub_repository, is_url
+from components.config.bounds import hub_repository, is_folder, is_url
 from components.config.files import read_json_if_whole
 from components.config.keys import ARRAYS, FIELDS
 from components.config.load import is_path
@@ -119,7 +119,10 @@ def _tables(table: dict[str, Any], defaults: dict[str, Any], prefix: str = "") -
 def _lines(table: dict[str, Any], defaults: dict[str, Any], prefix: str) -> list[str]:
     known = {name: value for name, value in table.items() if f"{prefix}{name}" in {*FIELDS} - _NOT_SHOWN}
     changed = {name: value for name, value in known.items() if value not in (None, defaults.get(name))}
-    local = {name for name in changed if is_path(FIELDS[f"{prefix}{name}"]) or name == "flavor"}
+    if is_folder(changed.get("flavor", "")):  # config.json beside the card has the sizes
+        changed["flavor"] = f"./{_shown(changed['flavor'])}"
+        changed.pop("sizes", None)
+    local = {name for name in changed if is_path(FIELDS[f"{prefix}{name}"])}
     return [f"{name} = {_toml(_shown(value) if name in local else value)}" for name, value in changed.items()]
 
 

@@ -62,6 +62,8 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
 _MAY_CHANGE = ("rope_scaling", "context_length", "frozen")
 """Fields of a model's configuration: a run may go on with longer sequences, or with other frozen weights."""
+_MAY_START_OTHERWISE = ("rope_theta", "window_rope_theta", "window", "full_every")
+"""Fields that may differ, too, in a run that starts from the weights of another."""
 _MOST_SPARED = 3
 """Checkpoints beyond keep_latest_k that stay while they are copied to checkpoint.remote."""
 
@@ -253,10 +255,7 @@ class Checkpointer:
         """
         check_state(saved)
         state = saved.state or {}
-        ours, theirs = self._model(), state.get("model") or {}
-        if other := [name for name in ours if theirs.get(name, ours[name]) != ours[name]]:
-            reason = ", ".join(f"{name} = {theirs[name]} there and {ours[name]} here" for name in other)
-            raise ConfigError(f"{saved.folder} is of another model: {reason}: look at model.flavor and model.sizes")
+        self._check_model(saved.folder, state.get("model") or {}, _MAY_CHANGE + _MAY_START_OTHERWISE * model_only)
         if self.base and (there := state.get("base")) != self.base:
             reason = f"its adapters were trained on another base, {there}; this one is {self.base}"
             raise ConfigError(f"{saved.folder} is refused: {reason}: look at checkpoint.initial_load_path")
@@ -276,10 +275,23 @@ class Checkpointer:
         return state
 
     def _model(self) -> dict[str, Any]:
-        """The model's configuration, as JSON has it, without fields that may change between starts of a run."""
+        """The model's configuration, as JSON has it."""
         config = getattr(self.stages[0], "config", None)
-        found = json.loads(json.dumps(asdict(config))) if config else {}
-        return {name: value for name, value in found.items() if name not in _MAY_CHANGE}
+        return json.loads(json.dumps({**asdict(config), "head_size": config.head_dim})) if config else {}
+
+    def _check_model(self, folder: Path, theirs: dict[str, Any], may_change: tuple[str, ...]) -> None:
+        """Raises ConfigError if the checkpoint is of another model. Prints changes of fields that may change."""
+        ours = self._model()
+        changes = {
+            name: f"{name} = {theirs[name]} there and {ours[name]} here"
+            for name in ours
+            if theirs.get(name, ours[name]) != ours[name]
+        }
+        if other := [change for name, change in changes.items() if name not in may_change]:
+            reason = ", ".join(other)
+            raise ConfigError(f"{folder} is of another model: {reason}: look at model.flavor and model.sizes")
+        if changes:
+            print_on_rank_0(f"the model changes after {folder}: {', '.join(changes.values())}")
 
     def _tensors(self, with_optimizer: bool) -> dict[str, Tensor]:
         return dict(self._named_tensors(with_optimizer))

@@ -59,6 +59,9 @@ class HuggingFaceModel(Protocol):
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
 
+    def hf_lost(self) -> dict[str, tuple[Any, Any]]:
+        """Field -> its value in an export, and here, for fields that config.json would change; may raise ValueError."""
+
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
         """The differences of a config.json from this model."""
 
@@ -184,6 +187,11 @@ def check_weights(model: HuggingFaceModel, path: Path, grown: bool = False) -> b
     return folder.widens
 
 
+def rows_of(model: HuggingFaceModel, path: Path) -> int:
+    """The rows of a folder's token table. check_weights has accepted the folder."""
+    return Folder(path).shapes()[_part(model.hf_name(TABLES[0])).name][0]
+
+
 def _first_few(lines: list[str]) -> list[str]:
     return lines if len(lines) <= _SHOWN else [*lines[: _SHOWN - 1], f"and {len(lines) - _SHOWN + 1} more like this"]
 
@@ -289,8 +297,12 @@ def export(
     OSError. A wrong tokenizer raises ConfigError. After an error the older folder is untouched, and nothing of the new
     folder stays.
     """
-    if misfits := model.hf_misfits(model.hf_config()):
-        raise ConfigError(f"{path}: Hugging Face's files cannot describe this model: {'; '.join(misfits)}")
+    try:
+        lost = [f"{name} would be {there} instead of {here}" for name, (there, here) in model.hf_lost().items()]
+    except ValueError as error:
+        lost = [str(error)]
+    if lost:
+        raise ConfigError(f"{path}: Hugging Face's files cannot describe this model: {'; '.join(lost)}")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     staging = staging_of(path)
     parts = _files(model, dtype)

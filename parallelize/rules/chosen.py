@@ -26,6 +26,7 @@ def resolved(config: JobConfig) -> JobConfig:
     if not is_folder(config.model.flavor):
         return config
     from models import of_hugging_face
+    from models.hugging_face import DROPOUTS
 
     model, folder = config.model, Path(config.model.flavor)
     if not folder.is_dir():
@@ -35,7 +36,10 @@ def resolved(config: JobConfig) -> JobConfig:
     if not (folder / "config.json").exists():
         raise ConfigError(mistake(config, "model.flavor", "the folder has no config.json, which says the model"))
     try:
-        name, sizes = of_hugging_face(read_json_as(dict[str, Any], folder / "config.json"))
+        given = read_json_as(dict[str, Any], folder / "config.json")
+        name, sizes = of_hugging_face(given)
+        if random := [f"{field} = {given[field]}" for field in DROPOUTS if given.get(field)]:
+            raise ValueError(f"{', '.join(random)}: not available; to train without, set it to 0 in this file")
     except ValueError as error:
         raise ConfigError(mistake(config, "model.flavor", f"config.json: {error}")) from None
     if model.name not in ("", name):
@@ -59,20 +63,19 @@ def check_sizes(config: JobConfig) -> None:
     if mistakes:
         raise ConfigError(mistakes)
     try:
-        back = _after_export(config.model.name, ours := sizes(config.model))
+        lost = _lost_by_an_export(config.model.name, sizes(config.model))
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.sizes: {error}") from None
-    changed = [name for name in config.model.sizes if getattr(back, name) != getattr(ours, name)]
-    for name in changed:
-        value = getattr(ours, name)
+    for name, (there, here) in lost.items():
         others = [
             other
             for other, (_, flavors) in MODELS.items()
-            if any(getattr(flavor, name, None) == value for flavor in flavors.values())
+            if any(getattr(flavor, name, None) == here for flavor in flavors.values())
         ]
         have = f"; {', '.join(others)} have it" if others else ""
-        reason = f"Hugging Face's {config.model.name} would have {getattr(back, name)}{have}"
-        raise ConfigError(mistake(config, f"model.sizes.{name}", reason))
+        reason = f"Hugging Face's {config.model.name} would have {there}{have}"
+        key = f"model.sizes.{name}"
+        raise ConfigError(mistake(config, key, reason) if name in config.model.sizes else f"{key} = {here}: {reason}")
 
 
 def _wrong(name: str, value: Any, hints: dict[str, Any], known: list[str], theirs: dict[str, str]) -> str:
@@ -97,20 +100,12 @@ def _wrong(name: str, value: Any, hints: dict[str, Any], known: list[str], their
 
 
 @functools.cache
-def _after_export(name: str, sizes: Any) -> Any:
-    """The configuration that is read from the config.json of an export of this one.
-
-    Raises ValueError if the family has no such model.
-    """
+def _lost_by_an_export(name: str, sizes: Any) -> dict[str, tuple[Any, Any]]:
+    """hf_lost of the family's model of these sizes. Raises ValueError if the family has no such model."""
     import torch
 
     from models import MODELS
-    from models.hugging_face import from_hugging_face
 
     with torch.device("meta"):
         model: Any = MODELS[name][0](sizes)
-    if not model.hf_type:
-        return sizes
-    back = from_hugging_face(model.hf_config(), type(sizes))
-    head_size = sizes.head_size if back.head_dim == sizes.head_dim else back.head_size  # None is dim / n_heads
-    return replace(back, frozen=sizes.frozen, head_size=head_size)
+    return model.hf_lost() if model.hf_type else {}

@@ -62,11 +62,15 @@ def export_misfit(config: JobConfig, degrees: Degrees) -> str:
     from models import meta_model
 
     model = meta_model(config.model)
-    if not model.hf_type or not (misfits := model.hf_misfits(model.hf_config())):
+    try:
+        lost = [f"{name} would be {there}" for name, (there, _) in model.hf_lost().items()] if model.hf_type else []
+    except ValueError as error:
+        lost = [str(error)]
+    if not lost:
         return ""
     return (
         f'Hugging Face\'s files of {config.model.name} have no place for model.rope_scaling.rope_type = "{asked}" '
-        f"({misfits[0]}); use another rope_type, or train without an export"
+        f"({lost[0]}); use another rope_type, or train without an export"
     )
 
 
