@@ -1,12 +1,12 @@
 """Folders of transformers as models: some draws of tests/folders.py, in kept ranks and through the launcher."""
 
 import functools
-import json
 from pathlib import Path
 
 import pytest
 
-from models import of_hugging_face
+from components.config import ConfigError, load_config
+from parallelize.rules.chosen import resolved
 
 transformers = pytest.importorskip("transformers")
 
@@ -33,8 +33,8 @@ def _refusal(kind: str, number: int, at: Path) -> str:
     """Makes the folder of a draw; returns why no family has its model, or an empty string."""
     folders.make(folders.draw(kind, number), at / f"number {number}")
     try:
-        of_hugging_face(json.loads((at / f"number {number}" / "config.json").read_text()))
-    except ValueError as error:
+        resolved(load_config(["--model.flavor", str(at / f"number {number}")]))
+    except ConfigError as error:
         return str(error)
     return ""
 
