@@ -55,7 +55,7 @@ def adopt_orphans() -> None:
 
 COSTS = Path(__file__).with_name("costs.json")
 """Processor time, in seconds, of each test that takes a second or more. A test above SLOW is slow."""
-SLOW = 2.0
+SLOW = 1.6
 TOO_SLOW = 20.0
 """The quick command names a test that takes more and is not in COSTS: several times SLOW, since machines differ."""
 _SPENT = pytest.StashKey[dict[str, float]]()
