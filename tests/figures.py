@@ -51,7 +51,7 @@ class Observation:
             losses=self.losses + rest.losses,
             norms=norms,
             sequences=self.sequences | rest.sequences,
-            sources=self.sources | rest.sources,
+            sources={name: table for name, table in self.sources.items() if name != "validation"} | rest.sources,
             expert_rows={name: self.expert_rows.get(name, []) + rest.expert_rows.get(name, []) for name in names},
             routing=Routing(flips=self.routing.flips + rest.routing.flips),
             seconds=self.seconds + rest.seconds,
