@@ -136,7 +136,9 @@ def _compare(each: Layout, routing: Routing | None) -> Result:
             rest = observe(*words, ranks=ranks, steps=STEPS - 1, folder=folder, at_end=export, **options)
         observed = first.then(rest)
         found = figures(observed, reference)
-        found["weights"] = max(found["weights"], worst(rest.extra, _exported(each.run(), each.labels)))
+        exported = _exported(each.run(), each.labels)
+        biases = [name for name in exported if name.endswith("bias")]  # which are zero at first
+        found["weights"] = max(found["weights"], worst(rest.extra, exported, biases))
     flips = observed.routing.flips if routing else 0
     return Result(each, "", "", found, observed.seconds, flips)
 
