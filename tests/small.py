@@ -56,7 +56,7 @@ for _, flavors in MODELS.values():
     if isinstance(debug, Phi3Config):
         debug = replace(debug, rotary_fraction=1.0, rope_scaling=None)
     latent = isinstance(debug, DeepseekV3Config)  # a key for each head
-    # Of a norm over two numbers, dim / n_heads in the matrix, gradients would be rounding errors for the most part.
+    # A norm over two numbers, which dim / n_heads is in the matrix, has a gradient that is mostly rounding.
     own = {"head_size": 8 if debug.head_size or debug.qk_norm else None, "n_kv_heads": 4 if latent else 2}
     tiny = replace(debug, dim=64, n_layers=2, n_heads=4, **own)
     tiny = replace(tiny, ffn_dim=128, vocab_size=VOCABULARY)

@@ -269,7 +269,7 @@ def test_scores_that_are_all_zero_give_no_nan() -> None:
     ("change", "said"),
     [
         ({"n_groups": 8, "top_groups": 3}, "n_groups = 8: the score of a group is the sum of its two best experts"),
-        ({"n_groups": 2, "top_groups": 3}, "top_groups = 3: there are 2 groups"),
+        ({"n_groups": 2, "top_groups": 3}, "top_groups = 3: only 2 groups exist"),
     ],
 )
 def test_groups_that_cannot_be_scored_or_chosen_are_refused(change: dict[str, int], said: str) -> None:
