@@ -213,9 +213,8 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
             raise ValueError(f"{name} = {table}: not available")
     is_by_type = "full_attention" in by_type
     rope = by_type if is_by_type else scaling or by_type or defaults.get("rope_scaling") or {}  # null is the default
-    lengths = [given.get(length)]
+    lengths = [] if is_by_type else [given.get(length)]
     if is_by_type:
-        lengths = []
         windowed, rope = rope.get("sliding_attention", {}), rope["full_attention"]
         if "rope_theta" in windowed:
             given = given | {"rope_local_base_freq": windowed["rope_theta"]}

@@ -96,9 +96,7 @@ class MixtureConfig(TransformerConfig):
                 f"{self.n_experts} experts give a group less than two; use at most {self.n_experts // 2}"
             )
         if self.top_groups > self.n_groups:
-            raise ValueError(
-                f"top_groups = {self.top_groups}: only {self.n_groups} groups exist; use {self.n_groups} or fewer"
-            )
+            raise ValueError(f"top_groups = {self.top_groups}: only {self.n_groups} groups exist; use fewer")
 
 
 _TINY = 1e-20

@@ -67,6 +67,14 @@ def test_a_folder_of_the_command_line_replaces_the_model_of_the_job_file(folder:
         checked("--job.config_file", str(path))
 
 
+def test_a_scaling_of_the_job_is_refused_only_where_it_is_exported(tmp_path: Path) -> None:
+    """config.json of Phi-3 has no place for it."""
+    model = MODELS["phi3"][0](replace(MODELS["phi3"][1]["tiny"], rope_scaling=None))
+    (tmp_path / "config.json").write_text(json.dumps(model.hf_config()))
+    rope = ("--model.rope_scaling.rope_type", "linear", "--model.rope_scaling.factor", "2.0")
+    assert sizes(checked("--model.flavor", str(tmp_path), *rope).model).rope_scaling.factor == 2.0
+
+
 def test_its_weights_are_those_of_the_folder_unless_others_are_named(folder: Path) -> None:
     words = ("--model.flavor", str(folder), "--checkpoint.initial_load_in_hf")
     assert load_config([*words]).checkpoint.initial_load_path == str(folder)

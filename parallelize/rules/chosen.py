@@ -8,20 +8,17 @@ from typing import Any, get_type_hints
 
 import pydantic
 
-from components.config import ConfigError, JobConfig, mistake
+from components.config import ConfigError, JobConfig, RopeScaling, mistake
 from components.config.bounds import is_folder
 from components.config.files import read_json_as
 from components.config.keys import describe_type
-
-_OWN_TABLES = {"rope_scaling": "[model.rope_scaling]"}
-"""Field that has a table of its own in a job file."""
 
 
 def resolved(config: JobConfig) -> JobConfig:
     """The job with the name and all sizes of the model of its folder, if model.flavor is one.
 
-    Ranks, checkpoints and run.json get these, so that a folder that changes later changes no run. Raises ConfigError
-    for a folder without a model that a family has.
+    Ranks, checkpoints and run.json get these, and no rank reads the folder's config.json. Raises ConfigError for a
+    folder without a model that a family has.
     """
     if not is_folder(config.model.flavor):
         return config
@@ -63,7 +60,8 @@ def check_sizes(config: JobConfig) -> None:
     if mistakes:
         raise ConfigError(mistakes)
     try:
-        lost = _lost_by_an_export(config.model.name, sizes(config.model))
+        own = sizes(replace(config.model, rope_scaling=RopeScaling()))  # a rule looks at the job's rope_scaling
+        lost = _lost_by_an_export(config.model.name, own)
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"model.sizes: {error}") from None
     for name, (there, here) in lost.items():
@@ -80,14 +78,12 @@ def check_sizes(config: JobConfig) -> None:
 
 def _wrong(name: str, value: Any, hints: dict[str, Any], known: list[str], theirs: dict[str, str]) -> str:
     """Why a size is refused; empty if it is not."""
-    if name in _OWN_TABLES and not isinstance(value, dict | None):
-        return f"it has a table of its own, {_OWN_TABLES[name]}"
+    if name == "rope_scaling":  # of a folder
+        return "" if isinstance(value, dict | None) else "it has a table of its own, [model.rope_scaling]"
     if name not in known:
         ours = [field for field, hf_field in theirs.items() if hf_field == name]
         near = ours or difflib.get_close_matches(name, known, 1, 0.6)
         return f"unknown; did you mean {near[0]}?" if near else f"unknown; the model has {', '.join(known)}"
-    if name in _OWN_TABLES:
-        return ""
     if (name, value) == ("vocab_size", "tokenizer"):
         return "only a run reads its tokenizer; give the number of rows here"
     adapter = pydantic.TypeAdapter(hints[name], config=pydantic.ConfigDict(strict=True, allow_inf_nan=False))
