@@ -229,6 +229,14 @@ def test_a_run_does_not_go_on_as_another_model(tmp_path: Path) -> None:
     observe(*words, "1e-4", *longer, **kept)
 
 
+def test_a_run_from_other_weights_may_have_another_rotary_base(tmp_path: Path) -> None:
+    observe("--checkpoint.enable", "true", steps=1, folder=str(tmp_path / "first"))
+    start = ("--checkpoint.enable", "true", "--checkpoint.initial_load_path", str(tmp_path / "first"))
+    observe(*start, "--model.sizes.rope_theta", "5e6", steps=1, folder=str(tmp_path / "next"))
+    with pytest.raises(RuntimeError, match=r"of another model: norm_eps"):
+        observe(*start, "--model.sizes.norm_eps", "1e-3", steps=1, folder=str(tmp_path / "other"))
+
+
 def test_the_launcher_gives_ranks_the_resolved_job(folder: Path) -> None:
     from components.launch.settings import read_settings
 

@@ -461,6 +461,26 @@ def test_a_scaling_that_config_json_cannot_have_is_not_exported(tmp_path: Path) 
     assert not (tmp_path / "folder").exists()
 
 
+def test_settings_of_rotary_positions_that_are_written_twice_are_read_as_transformers_does() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "rope_theta": 5e5}
+    length = "original_max_position_embeddings"
+    given = {
+        "llama": {"rope_scaling": llama3 | {length: 32}, "rope_parameters": {"rope_type": "default"}},
+        "olmo3": {length: 64, "rope_parameters": {"full_attention": yarn, "sliding_attention": {}}},
+    }
+    for name, changes in given.items():
+        base = {key: value for key, value in to_hugging_face(MODELS[name][1]["debug"]).items() if key[:4] != "rope"}
+        theirs = transformers.AutoConfig.for_model(name, **base | {"rope_theta": 5e5} | changes).rope_parameters
+        theirs = theirs.get("full_attention", theirs)
+        found = from_hugging_face(base | {"rope_theta": 5e5} | changes, type(MODELS[name][1]["debug"]))
+        scaling = found.rope_scaling
+        assert (scaling.rope_type, scaling.factor) == (theirs["rope_type"], theirs["factor"])
+        assert scaling.original_max_position_embeddings == theirs[length]
+    swish = to_hugging_face(MODELS["llama"][1]["debug"]) | {"hidden_act": "swish"}
+    assert from_hugging_face(swish, type(MODELS["llama"][1]["debug"])).hidden_act == "silu"
+
+
 def test_gpt_oss_without_stretching_is_written_as_such() -> None:
     """With null transformers would stretch by 32."""
     chosen = Model(name="gpt_oss", flavor="debug", rope_scaling=RopeScaling(rope_type="none"))

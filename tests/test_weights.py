@@ -149,6 +149,9 @@ def test_a_table_that_grows_has_the_rows_of_the_weights_and_new_ones(
     wanted = (*grown, "--checkpoint.initial_load_new_rows", new_rows)
     job = ["--job.config_file", str(RECIPE), *SMALL, *start_from(path, *wanted)]
     check_initial_weights(load_config(job))
+    no_row = [*job, "--model.sizes.vocab_size", str(rows)]
+    with pytest.raises(ConfigError, match=r"initial_load_new_rows = .*: the folder has all rows of"):
+        check_initial_weights(load_config(no_row))
     with pytest.raises(ConfigError, match=rf"model.embed_tokens.weight is \({rows}, 64\) there and \({rows + 5}, 64\)"):
         check_initial_weights(load_config([*job, "--lora.rank", "4"]))
     with pytest.raises(ConfigError, match=r"model.sizes.vocab_size = \d+: adapters would never train new rows"):
