@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import JobConfig, load_config
-from components.config.environment import set_default
 from components.data import PackedSequences, build_datasets, with_rows
 from components.data.loader import DIVISORS, GlobalOrder, build_loader, validation_batches
 from components.data.order import check_data_order, data_order
@@ -29,15 +28,19 @@ from components.observe.describe import describe_rate_change, introduce
 from components.observe.dynamics import Dynamics
 from components.observe.guards import Guards
 from components.observe.hang import HangWatch
+from components.observe.looks import Looks
 from components.observe.metrics import Metrics, lock_folder
 from components.observe.profiling import profiling
 from components.observe.replicas import Replicas
 from components.observe.stragglers import Stragglers
+from components.optim.averages import WeightAverages
 from components.optim.optimizer import build_optimizer, clip_gradients, learning_rate, rate_settings, shared_by, update
 from components.state.adapters import export_last, starting_state
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
+from components.state.reference import add_reference
 from models import meta_model, sizes
+from models.mtp import look_ahead
 from models.objective import Objective, objective_of, take_logged
 from parallelize import parallelize_model
 from parallelize.context import shard_sequence
@@ -45,10 +48,12 @@ from parallelize.data import reshard, set_gradient_sync
 from parallelize.expert import balance
 from parallelize.groups import init_distributed, print_on_rank_0, set_timeout
 from parallelize.mesh import Degrees, Mesh, batch_rank, global_batch_size, resolve_degrees
-from parallelize.precision import set_product_precision
+from parallelize.precision import set_numerics
 from parallelize.rules import check_device, checked
 from parallelize.runner import Batch, Runner, build_runner, row_of
+from parallelize.scores import Scorer, with_base_scores
 from parallelize.sharding import align_gradients
+from parallelize.together import check_filled
 
 
 @dataclass
@@ -63,6 +68,7 @@ class Run:
     dynamics: Dynamics
     flops_per_token: tuple[int, int]
     optimizer: torch.optim.Optimizer
+    averages: WeightAverages
     guards: Guards
     train_set: PackedSequences
     validation_set: PackedSequences | None
@@ -73,6 +79,8 @@ class Run:
     """Labels trained on, over all ranks."""
     logged: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of the numbers that the objective logs for the last step. The parts of all ranks add up."""
+    reference: str = ""
+    """Hash of the weights that a loss of pairs compares with, if these are the run's starting weights."""
 
     @property
     def degrees(self) -> Degrees:
@@ -80,7 +88,7 @@ class Run:
 
     @property
     def objective(self) -> Objective:
-        return objective_of(self.config.training.objective, self.config.training.sources)
+        return objective_of(*self.config.objective_and_terms)
 
     @property
     def global_batch_size(self) -> int:
@@ -99,20 +107,18 @@ class Run:
         """The numbers that a checkpoint keeps beside tensors."""
         order = data_order(self.train_set.key, self.train_set.content, self.config, self.train_set.mixture)
         numbers = {"sequences": self.sequences, "tokens": self.tokens, "global_batch_size": self.global_batch_size}
-        return {**numbers, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
+        reference = {"reference": self.reference} if self.reference else {}
+        return {**numbers, **reference, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
 
 
 def build(config: JobConfig, device: torch.device) -> Run:
     """Read the data, build the model and its optimizer at step 0."""
-    set_product_precision(config.training.float32_matmul_precision, device)
-    if config.debug.deterministic:
-        set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
+    set_numerics(config, device)
     check_device(config, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
     degrees = resolve_degrees(config, dist.get_world_size())
     datasets = build_datasets(config, sizes(config.model).vocab_size)
     mesh = Mesh(degrees, device.type, config.parallelism.pipeline_first)
-    whole = meta_model(config.model, config.training.dtype)
+    whole = meta_model(config.model, config.training.dtype, config.optimizer.mup_base)
     stages = parallelize_model(config.model.name)(whole, mesh, config)
     set_timeout(config.comm.init_timeout_seconds, mesh)  # experts have groups of their own
     give_memory(stages, torch.device("cpu") if config.training.enable_cpu_offload else device)
@@ -128,8 +134,9 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
     dynamics = Dynamics(config.metrics.dynamics_freq, whole, stages, mesh)
     flops_per_token = whole.flops_per_token(config.training.seq_len)
     optimizer = build_optimizer(stages, config.optimizer, shared_by(config, mesh))
+    averages = WeightAverages(config.averages.ema_decay, stages)
     guards = Guards(config.training, Path(config.job.dump_folder), mesh, device)
-    return Run(config, device, mesh, stages, runner, dynamics, flops_per_token, optimizer, guards, *datasets)
+    return Run(config, device, mesh, stages, runner, dynamics, flops_per_token, optimizer, averages, guards, *datasets)
 
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
@@ -138,7 +145,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     if state is None:
         return
     if "train_state" not in checkpointer.excluded:
-        run.step, run.tokens = state["step"], state["tokens"]
+        run.step, run.tokens, run.reference = state["step"], state["tokens"], state.get("reference", "")
         run.guards.load(state)
     if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
@@ -149,16 +156,14 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
 
 def local_order(run: Run, consumed_sequences: int) -> GlobalOrder:
     """Indices of this rank's sequences, from a position in the data order on; equal on ranks that share sequences."""
-    seed, size = run.config.debug.seed, run.config.training.local_batch_size
-    rank, ranks = batch_rank(run.mesh), run.degrees.batch_ranks
-    return GlobalOrder(run.train_set, seed, run.global_batch_size, size, rank, ranks, consumed_sequences)
+    sizes = run.global_batch_size, run.config.training.local_batch_size, batch_rank(run.mesh), run.degrees.batch_ranks
+    return GlobalOrder(run.train_set, run.config.debug.seed, *sizes, consumed_sequences)
 
 
 def local_batches(run: Run) -> Iterator[Batch]:
     """A batch for each accumulation step from run.sequences on, without end."""
-    training, columns = run.config.training, run.objective.columns
-    if run.config.model.lora.dropout:
-        columns = (*columns, "dropout_keys")
+    training, keys = run.config.training, ["dropout_keys"] if run.config.model.lora.dropout else []
+    columns = (*run.objective.columns, *keys)
     return build_loader(local_order(run, run.sequences), training.masks_documents, training.dataloader, columns)
 
 
@@ -170,7 +175,8 @@ def divisor(run: Run) -> int:
 def own_part(run: Run, batch: Batch) -> Batch:
     """This rank's part of every sequence of a local batch, on its device."""
     on_device = {name: tensor.to(run.device, non_blocking=True) for name, tensor in batch.items()}
-    return shard_sequence(on_device, run.mesh, run.config.parallelism)
+    own = shard_sequence(look_ahead(on_device, run.config.mtp_layers), run.mesh, run.config.parallelism)
+    return with_base_scores(run.stages, run.runner, own) if run.config.reference == "base" else own
 
 
 def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor, Tensor]:
@@ -195,6 +201,7 @@ def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor
     accepted = run.guards.judge(run.step, run.sequences, loss, norm, own_norms)
     lr = learning_rate(run.step, config.lr_scheduler, config.optimizer.lr, config.training.steps)
     update(run.optimizer, lr, accepted)
+    run.averages.update(run.step, accepted)
     run.dynamics.after_update(balance(run.stages, run.mesh, config.experts.bias_update_speed, accepted))
     run.tokens += local_order(run, run.sequences).count("labels")
     run.sequences += run.global_batch_size
@@ -202,23 +209,23 @@ def train_step(run: Run, batches: Iterator[Batch], divisor: int) -> tuple[Tensor
 
 
 @torch.no_grad()
-def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int, dict[str, float]]:
-    """The mean loss, the number of labels, and the loss of each source. Ends early if all ranks agree to stop."""
+def validate(run: Run, stop: StopSignal | None = None) -> tuple[float, int, dict[str, Any]]:
+    """The mean loss, the number of labels, and what else is logged. Ends early if all ranks agree to stop."""
     assert run.validation_set is not None
     validation, training, ranks = run.config.validation, run.config.training, run.degrees.batch_ranks
     size, count = validation.local_batch_size or training.local_batch_size, len(run.validation_set)
     if validation.steps != -1:
         count = min(count, validation.steps * run.global_batch_size)
     total = torch.zeros((), dtype=torch.float64, device=run.device)
-    given = batch_rank(run.mesh), ranks, count, training.masks_documents, run.objective.columns
+    given = batch_rank(run.mesh), ranks, count, training.masks_documents, run.objective.validated.columns
     batches = validation_batches(run.validation_set, size, *given)
     for batch in stop.until_agreed(batches) if stop else batches:
         total += run.runner.summed_loss(own_part(run, batch))
     reshard(run.stages)
     divisor = max(1, DIVISORS[run.objective.divisor](run.validation_set, np.arange(count)))
-    logged = take_logged(run.stages, run.objective.logged, run.device, divisor)
+    logged = take_logged(run.stages, run.objective.validated.logged, run.device, divisor)
     row = row_of(total.double() / divisor, logged, run.objective, run.mesh)
-    return row["loss"], run.validation_set.count_valid(np.arange(count)), row.get("loss_by_source", {})
+    return row.pop("loss"), run.validation_set.count_valid(np.arange(count)), row
 
 
 def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
@@ -228,23 +235,10 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
     metrics.log(run.step, run.tokens, **row, grad_norm=norm.item(), lr=lr, **run.guards.counts())
 
 
-def validate_if_due(run: Run, metrics: Metrics, stop: StopSignal) -> int:
-    """Validate at steps of validation.freq and at the last one; returns the code of a signal that came meanwhile."""
-    config = run.config.validation
-    if not config.enable or (run.step % config.freq and run.step != run.config.training.steps):
-        return ExitCode.DONE
-    validated = validate(run, stop)
-    if not stop.code:
-        metrics.log_validation(run.step, *validated)
-    metrics.restart_clock(run.step, run.tokens)
-    return stop.code
-
-
 def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas, stops: bool) -> None:
     """Save at steps of checkpoint.interval, at the last one, and before a stop, unless a check ends the run first."""
     config, last = run.config.checkpoint, run.step == run.config.training.steps
-    due = run.step % config.interval == 0 or (run.step == 1 and config.enable_first_step_checkpoint)
-    saving = config.enable and not config.load_only and (due or last or stops)
+    saving = config.due_at(run.step) or (config.saves and (last or stops))
     run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
     replicas.check(run.step, saving)
     if saving:
@@ -256,9 +250,13 @@ def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas
 def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSignal) -> int:
     """Train to the last step, or until a signal asks to stop; returns the exit code."""
     config, steps, first, code = run.config, run.config.training.steps, run.step + 1, int(ExitCode.DONE)
-    stragglers = Stragglers(run.mesh)
-    replicas = Replicas(config.debug.check_replicas_freq, run.stages, run.optimizer, run.mesh, run.device)
+    stragglers, freq = Stragglers(run.mesh), config.debug.check_replicas_freq
+    replicas = Replicas(freq, run.stages, run.optimizer, run.mesh, run.device, run.averages.kept)
+    scorer = Scorer(run.stages, run.runner, run.mesh, config)
+    looks = Looks(config, metrics, lambda stop: run.averages.validated(lambda: validate(run, stop)), scorer)
     batches = local_batches(run)
+    if run.step == 0:
+        looks.if_due(0, 0, stop)  # a signal that comes meanwhile stops the run after its first step
     # All ranks collect garbage at the same steps, because each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
@@ -274,15 +272,15 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
             if logged:
                 log(run, metrics, loss, norm)
                 stragglers.compare(own_time)
-            code = code or validate_if_due(run, metrics, stop)
+            code = code or looks.if_due(run.step, run.tokens, stop)
             save_if_due(run, metrics, checkpointer, replicas, stops=code != ExitCode.DONE)
             at_step_end(run.step)
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
     checkpointer.close()
     if code:
-        saved = config.checkpoint.enable and not config.checkpoint.load_only
-        print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {'saved' if saved else 'not saved'}")
+        saved = "saved" if config.checkpoint.saves else "not saved"
+        print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {saved}")
     return code
 
 
@@ -291,13 +289,14 @@ def main(config: JobConfig) -> int:
     stop = StopSignal()
     keep_freed_memory()
     device = init_distributed(config.comm.init_timeout_seconds, config.comm.share_gpus)
-    rank = dist.get_rank()
-    if rank == 0:
+    check_filled(config)
+    if (rank := dist.get_rank()) == 0:
         lock_folder(config)
     run = build(config, device)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
-    checkpointer = Checkpointer(folder, config.checkpoint, run.stages, run.optimizer)
+    checkpointer = Checkpointer(folder, config.checkpoint, run.stages, run.optimizer, run.averages)
     resume(run, checkpointer)
+    add_reference(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
     metrics.resume(run.step, run.tokens)
     data = run.train_set.describe(run.sequences + (config.training.steps - run.step) * run.global_batch_size)

@@ -17,6 +17,7 @@ import torch
 from models.attention import choose_kernel
 from models.hugging_face import from_hugging_face
 from models.lora import add_adapters, keep_base
+from models.mup import scales
 from models.rotary import RopeScaling
 
 _modules = {module.name: import_module(f"models.{module.name}") for module in pkgutil.iter_modules(__path__)}
@@ -119,12 +120,14 @@ def sizes(model: Chosen) -> Any:
     return replace(config, rope_scaling=scaling, context_length=round(asked.factor * original))
 
 
-def meta_model(model: Chosen, dtype: str = "") -> Any:
+def meta_model(model: Chosen, dtype: str = "", mup_base: str | None = None) -> Any:
     """Build the whole model on the meta device, which allocates no memory; with lora.rank, add its adapters.
 
     dtype: training.dtype. If it is given, frozen weights beside adapters have the precision of lora.base. By default,
     all parameters are float32, which suffices for shapes.
-    Raises ValueError if adapters are asked for a module that the model lacks, or if a matrix cannot be packed.
+    mup_base: optimizer.mup_base, the flavor whose width is the base of rates and starting values (models/mup.py).
+    Raises ValueError if adapters are asked for a module that the model lacks, if a matrix cannot be packed, or if
+    mup_base cannot be the base.
     """
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype or "float32"))
@@ -135,6 +138,11 @@ def meta_model(model: Chosen, dtype: str = "") -> Any:
             add_adapters(whole, model.lora)
             if dtype and model.lora.base:
                 keep_base(whole, model.lora.base)
+        if mup_base:
+            family, flavors = MODELS[model.name]
+            with torch.device("meta"):
+                base = replace(flavors[mup_base], mtp_layers=whole.config.mtp_layers)
+                whole.scales = scales(whole, family(base))
     finally:
         torch.set_default_dtype(default)
     choose_kernel(whole, model.attention_kernel)

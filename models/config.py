@@ -37,7 +37,7 @@ class TransformerConfig:
         *("query_size", "logits_scaling", "window", "rope_theta", "window_rope_theta"),
     )
     """Fields that are above 0, if they are not None."""
-    counts: ClassVar[tuple[str, ...]] = ("norm_eps", "full_every", "no_rope_every")
+    counts: ClassVar[tuple[str, ...]] = ("norm_eps", "full_every", "no_rope_every", "mtp_layers")
     """Fields that are not below 0."""
     hf_defaults: ClassVar[dict[str, dict[str, Any]]] = {}
     """model_type -> transformers' defaults for fields that a config.json omits: default_sizes and more."""
@@ -92,6 +92,8 @@ class TransformerConfig:
     """rope_theta of layers with a window, which then have no RoPE scaling; None: all layers have the same RoPE."""
     no_rope_every: int = 0
     """Layers whose number, counted from 1, is a multiple of no_rope_every have no RoPE; 0: all layers have it."""
+    mtp_layers: int = 0
+    """Layers of multi-token prediction (models/mtp.py), which training has beside the model's own."""
     frozen: tuple[str, ...] = ()
     """Patterns, as in KINDS, of parameters that are not trained, for example ("tok_embeddings", "layers.0")."""
 
@@ -122,11 +124,26 @@ class TransformerConfig:
         return self.dim // self.n_heads if self.head_size is None else self.head_size
 
     @property
+    def mtp_numbers(self) -> range:
+        """Numbers of the layers of multi-token prediction, which follow those of the model's layers."""
+        return range(self.n_layers, self.n_layers + self.mtp_layers)
+
+    @property
+    def holds_table_twice(self) -> bool:
+        """Whether a pipeline's last stage copies the embedding table: as its head, or for tokens further ahead."""
+        return self.tie_embeddings or self.mtp_layers > 0
+
+    @property
     def query_factor(self) -> float:
         """Factor of queries, beside the 1 / sqrt(head_dim) of the kernels."""
         if self.attention_multiplier is not None:
             return self.attention_multiplier * self.head_dim**0.5
         return 1.0 if self.query_size is None else (self.head_dim / self.query_size) ** 0.5
+
+    @property
+    def embedding_factor(self) -> float:
+        """Factor between the table's rows and the first layer's input."""
+        return self.embedding_multiplier
 
     @property
     def rotary_dim(self) -> int:
@@ -140,8 +157,13 @@ class TransformerConfig:
 
     @property
     def tp_columns(self) -> dict[str, int]:
-        """Feed-forward widths that tensor parallel splits, by name."""
-        return {"ffn_dim": self.ffn_dim}
+        """Columns that tensor parallel splits, by name: those of feed-forwards, and of eh_proj."""
+        return {"ffn_dim": self.ffn_dim} | self.mtp_columns
+
+    @property
+    def mtp_columns(self) -> dict[str, int]:
+        """Columns of eh_proj, which multi-token prediction adds to tp_columns."""
+        return {"2 x dim": 2 * self.dim} if self.mtp_layers else {}
 
     @property
     def whole_widths(self) -> dict[str, int]:

@@ -51,6 +51,10 @@ class Gemma3Config(TransformerConfig):
     hidden_act: HiddenAct = "gelu_pytorch_tanh"
     tie_embeddings: bool = True
 
+    @property
+    def embedding_factor(self) -> float:
+        return self.embedding_multiplier * self.dim**0.5
+
 
 _TEXT_ONLY: dict[str, Any] = {"vocab_size": 262_144, "window": 512, "context_length": 32_768}
 _STRETCHED = RopeScaling("linear", factor=8.0)
@@ -114,6 +118,7 @@ class Gemma3(Transformer):
         "layers.*.attention_post_norm": _NORM,
         "layers.*.ffn_norm": _NORM,
         "layers.*.ffn_post_norm": _NORM,
+        "layers.*.mtp.*norm": _NORM,
         "norm": _NORM,
     }
     hf_names: ClassVar[dict[str, str]] = NAMES | POST_NORMS

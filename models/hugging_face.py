@@ -24,6 +24,10 @@ NAMES = {
     "layers.*.feed_forward.w1": "model.layers.*.mlp.gate_proj",
     "layers.*.feed_forward.w2": "model.layers.*.mlp.down_proj",
     "layers.*.feed_forward.w3": "model.layers.*.mlp.up_proj",
+    "layers.*.mtp.enorm": "model.layers.*.enorm",
+    "layers.*.mtp.hnorm": "model.layers.*.hnorm",
+    "layers.*.mtp.eh_proj": "model.layers.*.eh_proj",
+    "layers.*.mtp.norm": "model.layers.*.shared_head.norm",
     "norm": "model.norm",
     "output": "lm_head",
 }
@@ -239,6 +243,8 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         unsupported.append(f"rope_type = {rope_type} without a factor")
     if rope.get("attention_factor") is not None and "attention_factor" not in _SCALING.get(rope_type or "", ()):
         unsupported.append(f"attention_factor = {rope['attention_factor']}")
+    if rope.get("mscale_all_dim") and rope_type != "yarn":
+        unsupported.append(f"mscale_all_dim = {rope['mscale_all_dim']} beside rope_type = {rope_type}")
     if fraction not in (None, 1) and "rotary_fraction" not in config_class.hf_fields:
         unsupported.append(f"partial_rotary_factor = {fraction}")
     if unsupported:
@@ -266,6 +272,8 @@ def from_hugging_face(given: dict[str, Any], config_class: Any) -> Any:
         raise ValueError(f"{', '.join(unsupported)}: not available")
     types = given.get("layer_types")
     if types and _layer_types(config) != types:
+        if not config_class.full_every:
+            raise ValueError(f"layer_types = {types}: not available, as in transformers' model of this family")
         config = replace(config, full_every=_every([kind == "full_attention" for kind in types]))
         if _layer_types(config) != types:
             raise ValueError(f"layer_types = {types}: not available; only every n-th layer can differ from the others")

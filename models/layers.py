@@ -13,8 +13,10 @@ from torch import Tensor, nn
 
 from models.attention import AttentionCore, Visible
 from models.config import ACTIVATIONS, HiddenAct, TransformerConfig
-from models.loss import Softmax, chunk_loss, linear_loss, softmax
+from models.divergence import divergence
+from models.loss import Likeliest, Softmax, chunk_loss, likeliest, linear_loss, linear_scores, softmax
 from models.objective import OBJECTIVES
+from models.preference import weigh
 from models.rotary import apply_rotary
 
 
@@ -93,6 +95,15 @@ class Head(nn.Linear):
         self.objective = OBJECTIVES["next_token"]
         self.softmax: Softmax = softmax
         """Computes the softmax of a chunk of logits; tensor parallel replaces this function."""
+        self.likeliest: Likeliest = likeliest
+        """Finds the largest logits; tensor parallel replaces this function."""
+        self.scored: tuple[int, int, float] | None = None
+        """(K, N, temperature): the head gives scores (models/loss.py) instead of the loss, with the K likeliest of the
+        first N tokens of the vocabulary, of logits divided by the temperature."""
+        self.divergence: Callable[..., Any] = divergence
+        """Computes the divergence from a teacher; tensor parallel replaces this function."""
+        self.whole: Callable[[Tensor], Tensor] = lambda part_BSC: part_BSC
+        """Gathers whole sequences, of pairs alone; context parallel replaces this function."""
         self.chunk_loss: Callable[..., Any] = chunk_loss
         """Computes the loss of a chunk; compile replaces this function."""
         self.logged: Tensor | None = None
@@ -105,10 +116,22 @@ class Head(nn.Linear):
         return super().forward(x_BSD) if labels_BS is None else self.loss(x_BSD, self.weight, labels_BS, columns)
 
     def loss(self, x_BSD: Tensor, weight_VD: Tensor, labels_BS: Tensor, columns: dict[str, Tensor]) -> Tensor:
-        """The sum of losses, computed with weight_VD, which may be only this rank's rows of the head."""
-        of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=self.objective.terms)
+        """The sum of losses, or scores, computed with weight_VD, which may be only this rank's rows of the head."""
+        if self.scored is not None:
+            return linear_scores(x_BSD, weight_VD, labels_BS, self.softmax, self.likeliest, *self.scored)
+        objective = self.objective if torch.is_grad_enabled() else self.objective.validated
+        pairs = None
+        if objective.pairs is not None:
+            found = linear_scores(x_BSD, weight_VD, labels_BS, self.softmax, self.likeliest)[..., 0]
+            of_pairs = columns["sides"], columns.get("reference"), objective.pairs
+            pairs = weigh(found, labels_BS, *of_pairs, self.whole)
+            columns = {"weights": pairs.weights, "losses": pairs.losses}
+        asked: dict[str, Any] = {"with_mean": True} if objective.with_mean else {}
+        if objective.temperature:
+            asked["divergence"] = partial(self.divergence, temperature=objective.temperature)
+        of_chunk = partial(self.chunk_loss, softmax=self.softmax, terms=objective.terms, **asked)
         total, *logged = linear_loss(x_BSD, weight_VD, labels_BS, of_chunk, columns)
-        if logged:
-            sums = torch.cat([each.double() for each in logged])
+        if logged or pairs is not None:
+            sums = torch.cat([each.double() for each in logged]) if pairs is None else pairs.logged
             self.logged = sums if self.logged is None else self.logged + sums
         return total

@@ -27,10 +27,16 @@ class Probabilities(NamedTuple):
     """(T, 1): the label's column among this rank's; 0 where another rank has it."""
     is_here: Tensor
     """(T, 1): whether this rank has the label's column."""
+    mean_logit: Tensor | None = None
+    """(T, 1): the mean of a token's logits over the whole vocabulary, if asked for."""
+    vocabulary: int = 0
+    """V, if the mean is asked for."""
 
 
-Softmax = Callable[[Tensor, Tensor], Probabilities]
-"""(logits (T, V), labels (T,), -100 for no label) -> Probabilities."""
+Softmax = Callable[[Tensor, Tensor, bool], Probabilities]
+"""(logits (T, V), labels (T,), -100 for no label, whether mean_logit is asked for) -> Probabilities."""
+Likeliest = Callable[[Tensor, int, int], tuple[Tensor, Tensor]]
+"""(logits (T, V), K, N) -> the K largest logits of the first N tokens in falling order, and their tokens: (T, K)."""
 ChunkLoss = Callable[..., tuple[list[Tensor], Tensor]]
 """(logits (T, V), labels (T,), **columns (T,)) -> [summed loss, *logged sums], and the loss's gradient (T, V)."""
 
@@ -56,33 +62,90 @@ def linear_loss(
     columns: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Float32 sums over labels that are not -100, for the logits hidden_BSD weight_VD^T: the loss, then logged sums."""
-    flat = {name: column.flatten() for name, column in (columns or {}).items()}
+    flat = {name: column.flatten(0, 1) for name, column in (columns or {}).items()}
     return _LinearLoss.apply(
         hidden_BSD.flatten(0, 1), weight_VD, labels_BS.flatten(), chunk_loss, flat, torch.is_grad_enabled()
     )
 
 
-def softmax(logits: Tensor, labels: Tensor) -> Probabilities:
+def softmax(logits: Tensor, labels: Tensor, with_mean: bool = False) -> Probabilities:
     """The Softmax of one device."""
     probabilities = logits.softmax(dim=1, dtype=torch.float32)
     # The largest probability is at least 1 / V, so its logarithm is finite.
     log_total = logits.amax(dim=1, keepdim=True) - probabilities.amax(dim=1, keepdim=True).log()
     column = labels[:, None].clamp(min=0)
-    return Probabilities(
-        probabilities, log_total, logits.gather(1, column), column, torch.ones_like(column, dtype=torch.bool)
-    )
+    here = torch.ones_like(column, dtype=torch.bool)
+    mean = logits.mean(dim=1, keepdim=True, dtype=torch.float32) if with_mean else None
+    return Probabilities(probabilities, log_total, logits.gather(1, column), column, here, mean, logits.shape[1])
 
 
 def chunk_loss(
-    logits: Tensor, labels: Tensor, softmax: Softmax, terms: Callable[..., Terms], **columns: Tensor
+    logits: Tensor,
+    labels: Tensor,
+    softmax: Softmax,
+    terms: Callable[..., Terms],
+    with_mean: bool = False,
+    divergence: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    teacher_ids: Tensor | None = None,
+    teacher_log_probabilities: Tensor | None = None,
+    **columns: Tensor,
 ) -> tuple[list[Tensor], Tensor]:
-    """A ChunkLoss, given how the softmax is computed and the terms of an objective."""
-    valid, found = (labels != -100)[:, None], softmax(logits, labels)
+    """A ChunkLoss, given how the softmax is computed and the terms of an objective, which may ask for mean_logit.
+
+    divergence: that of models/divergence.py, for an objective that asks for it.
+    """
+    valid, found = (labels != -100)[:, None], softmax(logits, labels, with_mean)
     given = {name: column[:, None] for name, column in columns.items()}
+    if found.mean_logit is not None:
+        given["mean_logit"] = found.mean_logit
+    if divergence is not None:
+        taught = teacher_ids, teacher_log_probabilities
+        given["divergence"], by_logits = divergence(logits, found, lambda each: softmax(each, labels, False), *taught)
     found_terms = terms(found.log_total, found.label_logit, **given)
     sums = [(found_terms.loss * valid).sum(), *((each * valid).sum(0) for each in found_terms.logged)]
     gradient = found.values.mul_(found_terms.by_log_total * valid)
+    if found.mean_logit is not None:
+        gradient += found_terms.by_mean_logit / found.vocabulary * valid
+    if divergence is not None:
+        gradient += by_logits.mul_(found_terms.by_divergence * valid)
     return sums, gradient.scatter_add_(1, found.column, found_terms.by_label_logit * (valid & found.is_here).float())
+
+
+@torch.no_grad()
+def linear_scores(
+    hidden_BSD: Tensor,
+    weight_VD: Tensor,
+    labels_BS: Tensor,
+    softmax: Softmax,
+    likeliest: Likeliest,
+    count: int = 0,
+    known: int = 0,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Log-probabilities (B, S, 1 + 2 count), float64: of the label, of the likeliest tokens; then these tokens' ids.
+
+    The first is 0 where the label is -100. The likeliest are of the first `known` tokens of the vocabulary. Logits are
+    divided by the temperature.
+    """
+    hidden, labels, parts = hidden_BSD.flatten(0, 1), labels_BS.flatten(), []
+    chunk = chunk_tokens(hidden.device.type, len(weight_VD))
+    for start in range(0, max(1, len(hidden)), chunk):
+        rows = slice(start, start + chunk)
+        logits = (hidden[rows] @ weight_VD.T).float() / temperature
+        found = softmax(logits, labels[rows], False)
+        label = (found.label_logit - found.log_total) * (labels[rows] != -100)[:, None]
+        scores = [label.double()]
+        if count:
+            values, ids = likeliest(logits, count, known)
+            scores += [(values - found.log_total).double(), ids.double()]
+        parts.append(torch.cat(scores, dim=1))
+    return torch.cat(parts).unflatten(0, labels_BS.shape)
+
+
+def likeliest(logits: Tensor, count: int, known: int) -> tuple[Tensor, Tensor]:
+    """The Likeliest of one device."""
+    values, ids = logits[:, :known].topk(count, dim=1)
+    return values, ids
 
 
 class _LinearLoss(torch.autograd.Function):

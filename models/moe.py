@@ -74,7 +74,7 @@ class MixtureConfig(TransformerConfig):
     @property
     def tp_columns(self) -> dict[str, int]:
         shared = {"n_shared x expert_dim": self.shared_dim} if self.n_shared else {}
-        return ({"ffn_dim": self.ffn_dim} if self.n_dense_layers else {}) | shared
+        return ({"ffn_dim": self.ffn_dim} if self.n_dense_layers else {}) | shared | self.mtp_columns
 
     def __post_init__(self) -> None:
         """Raises ValueError if the router could not learn, or if the experts of a token do not fit into its groups."""
@@ -309,7 +309,7 @@ class MixtureBlock(Block):
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
         x_BSD, normed_BSD = self.before_experts(x_BSD, cos, sin, visible)
-        return self.add(x_BSD, self.ffn_post_norm(self.feed_forward(normed_BSD, visible.padding_BS)))
+        return self.finish(x_BSD, self.feed_forward(normed_BSD, visible.padding_BS))
 
     def before_experts(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> tuple[Tensor, Tensor]:
         """Hidden states after attention, and the experts' input. compile makes one graph of this method."""
@@ -369,7 +369,7 @@ class MixtureTransformer(Transformer):
 
 
 class SharedMixtureTransformer(MixtureTransformer):
-    """A mixture whose published files have shared experts, biases of routers, and a multi-token-prediction layer."""
+    """A mixture whose published files have shared experts, biases of routers, and a layer of multi-token prediction."""
 
     hf_names: ClassVar[Mapping[str, str | Part]] = {
         **MixtureTransformer.hf_names,
@@ -379,10 +379,16 @@ class SharedMixtureTransformer(MixtureTransformer):
         "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     }
 
-    def hf_ignores(self, there: str) -> bool:
-        """Also ignores the multi-token-prediction layer, which comes after the last layer."""
-        return super().hf_ignores(there) or there.startswith(f"model.layers.{self.config.n_layers}.")
+    hf_mtp_layers = 1
+
+    def hf_copies(self, name: str) -> list[str]:
+        """Each layer of multi-token prediction has copies of embedding and head in published files."""
+        copies = {"tok_embeddings.weight": ["embed_tokens"], "output.weight": ["shared_head.head"]}
+        if self.config.tie_embeddings:
+            copies["tok_embeddings.weight"] += ["shared_head.head"]
+        layers = [f"model.layers.{layer}" for layer in self.config.mtp_numbers]
+        return [f"{layer}.{copy}.weight" for layer in layers for copy in copies.get(name, ())]
 
     def hf_config(self) -> dict[str, Any]:
-        """The content of config.json, which declares no multi-token-prediction layer."""
-        return super().hf_config() | {"num_nextn_predict_layers": 0}
+        """The content of config.json, which also says that there is no layer of multi-token prediction."""
+        return super().hf_config() | {"num_nextn_predict_layers": self.config.mtp_layers}

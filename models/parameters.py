@@ -19,6 +19,12 @@ class Uniform(NamedTuple):
     bound: float
 
 
+class Constant(NamedTuple):
+    """The same value for all elements."""
+
+    value: float
+
+
 @dataclass(frozen=True)
 class Kind:
     """Properties of a parameter."""
@@ -58,6 +64,8 @@ KINDS: dict[str, Kind] = {
     "layers.*.feed_forward.w[123].bias": BIAS,
     "layers.*.ffn_norm": NORM,
     "layers.*.ffn_post_norm": NORM,
+    "layers.*.mtp.*norm": NORM,
+    "layers.*.mtp.eh_proj": MATRIX,
     "norm": NORM,
     "output": HEAD,
 }

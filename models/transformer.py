@@ -1,5 +1,6 @@
 """The decoder-only transformer that the families share. A family adds its sizes and names."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any, ClassVar
@@ -11,9 +12,12 @@ from models.attention import Visibility, Visible
 from models.config import TransformerConfig
 from models.hugging_face import NAMES, Part, from_hugging_face, hugging_face_name, rope_fields, to_hugging_face
 from models.layers import Attention, FeedForward, Head
+from models.mtp import Mtp, mtp_columns, pair, stack
+from models.mup import UNSCALED, Scale
 from models.parameters import (
     KINDS,
     TIED_EMBEDDING,
+    Constant,
     Kind,
     Uniform,
     adapter_kind,
@@ -43,14 +47,23 @@ class Block(nn.Module):
             for present in (before, after, before, after)
         )
         self.residual_multiplier = config.residual_multiplier
+        self.mtp: Mtp | None = None
+        """Set in a layer of multi-token prediction."""
 
     def forward(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
         x_BSD = self.attend(x_BSD, cos, sin, visible)
-        return self.add(x_BSD, self.ffn_post_norm(self.feed_forward(self.ffn_norm(x_BSD))))
+        return self.finish(x_BSD, self.feed_forward(self.ffn_norm(x_BSD)))
 
     def attend(self, x_BSD: Tensor, cos: Tensor, sin: Tensor, visible: Visible) -> Tensor:
         """The residual stream after attention."""
+        if self.mtp is not None:
+            x_BSD = self.mtp(x_BSD)
         return self.add(x_BSD, self.attention_post_norm(self.attention(self.attention_norm(x_BSD), cos, sin, visible)))
+
+    def finish(self, x_BSD: Tensor, out_BSD: Tensor) -> Tensor:
+        """The layer's output: the residual stream after the feed-forward; normalized in multi-token prediction."""
+        x_BSD = self.add(x_BSD, self.ffn_post_norm(out_BSD))
+        return x_BSD if self.mtp is None else self.mtp.norm(x_BSD)
 
     def add(self, x_BSD: Tensor, out_BSD: Tensor) -> Tensor:
         """The residual stream with the output of attention or feed-forward."""
@@ -72,12 +85,16 @@ class Transformer(nn.Module):
     """model_type of config.json; empty if Hugging Face has no such model."""
     hf_class: str = ""
     """Hugging Face's class of the model."""
+    hf_mtp_layers: ClassVar[int] = 0
+    """Layers of multi-token prediction in published files."""
     adapted: bool = False
     """Some matrices have adapters (models/lora.py), and only adapters are trained."""
     adapter_scale: float = 0.0
     """The scale in W + scale B A."""
+    scales: Mapping[str, Scale] = {}
+    """Parameter name -> factors by width (models/mup.py); empty: all are 1."""
     copies_embedding: bool = False
-    """True in a pipeline's last stage that holds the tied embedding table only for its head."""
+    """True in a pipeline's last stage that holds the embedding table only for a tied head or multi-token prediction."""
     seq_len: int = 0
     """Tokens of a training sequence, or of a text, by which longrope chooses its factors; 0: those of each forward."""
 
@@ -88,15 +105,24 @@ class Transformer(nn.Module):
         self.visibility = Visibility()
         self.visibility.sinks = config.sinks
         self.layers = nn.ModuleDict({str(layer): self.make_layer(layer) for layer in range(config.n_layers)})
+        self.layers.update({str(layer): self.make_mtp_layer(layer) for layer in config.mtp_numbers})
         self.norm: nn.Module | None = self.final_norm(config.dim, eps=config.norm_eps)
         self.output: Head | None = Head(config.dim, config.vocab_size)
         self.tie_weights()
         check_frozen(config.frozen, (name for name, _ in self.named_parameters()))
+        if config.frozen and not any(self.kind(name).trained for name, _ in self.named_parameters()):
+            raise ValueError(f"frozen = {[*config.frozen]}: no parameter would be trained; leave one out")
         set_trained(self)
 
     def make_layer(self, layer: int) -> nn.Module:
         """The layer with this number, counted from 0."""
         return self.block(self.config)
+
+    def make_mtp_layer(self, layer: int) -> nn.Module:
+        """A layer of multi-token prediction; its number follows those of the model's layers."""
+        block: Any = self.make_layer(layer)
+        block.mtp = Mtp(self.config.dim, self.config.norm_eps, block.norm)
+        return block
 
     def tie_weights(self) -> None:
         """Share the embedding table with the head, if the model ties them. Call again after parameters got memory."""
@@ -127,18 +153,48 @@ class Transformer(nn.Module):
             for windowed in sorted({windowed for windowed, _ in kinds.values()})
         }
         rotations = {kind: self._rotation(positions, *kind) for kind in sorted({*kinds.values()})}
-        embeds = self.tok_embeddings is not None and not self.copies_embedding
-        x_BSD = self.embed(tokens) if embeds else tokens
-        for number, block in self.layers.items():
-            kind = kinds[number]
-            x_BSD = block(x_BSD, *rotations[kind], visible_by_window[kind[0]])
+
+        def layer(number: int, x_BSD: Tensor) -> Tensor:
+            kind = kinds[str(number)]
+            return self.layers[str(number)](x_BSD, *rotations[kind], visible_by_window[kind[0]])
+
+        ahead = self._ahead(labels, columns)
+        x_BSD, embedded = self._embed_all(tokens, [tokens_ahead for tokens_ahead, _ in ahead])
+        for number in map(int, self.layers):
+            if number not in self.config.mtp_numbers:
+                x_BSD = layer(number, x_BSD)
         if self.norm is not None:
             x_BSD = self.norm(x_BSD)
         if self.output is None:
             return x_BSD
+        if labels is not None and ahead:
+            hidden = [x_BSD]
+            for number, embedded_BSD in zip(self.config.mtp_numbers, embedded, strict=True):
+                hidden.append(layer(number, pair(hidden[-1], embedded_BSD)))
+            x_BSD, labels, columns = stack(hidden, [labels, *(labels_ahead for _, labels_ahead in ahead)], columns)
         if self.config.logits_scaling != 1:
             x_BSD = x_BSD / self.config.logits_scaling  # the head may compute the loss, and no logits
         return self.output(x_BSD, labels, **columns)
+
+    def _ahead(self, labels: Tensor | None, columns: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Takes the tokens and labels of multi-token prediction out of the columns; empty without gradients."""
+        if labels is None or self.output is None or not torch.is_grad_enabled():
+            return []
+        names = [mtp_columns(layer) for layer in range(1, self.config.mtp_layers + 1)]
+        return [(columns.pop(tokens), columns.pop(its_labels)) for tokens, its_labels in names]
+
+    def _embed_all(self, tokens: Tensor, ahead: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """Embeddings of tokens (B, S), or the previous stage's hidden state, and embeddings of each of ahead.
+
+        FSDP gathers the table once, for one call.
+        """
+        embeds = self.tok_embeddings is not None and not self.copies_embedding
+        asked = [tokens, *ahead] if embeds else ahead
+        if len(asked) == 1:
+            found = [self.embed(*asked)]
+        else:
+            found = [*self.embed(torch.cat(asked)).chunk(len(asked))] if asked else []
+        return (found[0], found[1:]) if embeds else (tokens, found)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Tokens (B, S) -> embeddings (B, S, D)."""
@@ -172,6 +228,10 @@ class Transformer(nn.Module):
         kind = find_kind(name, self.kinds | tied, self.config.frozen)
         return replace(kind, trained=False) if self.adapted else kind
 
+    def scale(self, name: str) -> Scale:
+        """A parameter's factors by width."""
+        return self.scales.get(name, UNSCALED)
+
     def hf_name(self, name: str) -> str | Part:
         """Hugging Face's name of a parameter, or its Part of a tensor; empty if there is none, as for adapters.
 
@@ -183,13 +243,24 @@ class Transformer(nn.Module):
         """A parameter's precision in a Hugging Face folder whose precision is dtype."""
         return dtype
 
-    def hf_ignores(self, there: str) -> bool:
-        """Whether the model ignores this tensor of a Hugging Face folder. Old files have RoPE frequencies."""
-        return there.endswith("rotary_emb.inv_freq")
+    def hf_copies(self, name: str) -> list[str]:
+        """Further names of a parameter in a Hugging Face folder, under which the folder may hold equal copies of it."""
+        return []
+
+    def hf_ignores(self, there: str, mtp_layers: int = 0) -> bool:
+        """Whether the model ignores this tensor of a Hugging Face folder. Old files have RoPE frequencies.
+
+        Layers of multi-token prediction that the folder has and the model lacks are ignored too. mtp_layers:
+        num_nextn_predict_layers of the folder's config.json.
+        """
+        layer, config = re.match(r"model\.layers\.(\d+)\.", there), self.config
+        lacked = range(config.n_layers + config.mtp_layers, config.n_layers + max(mtp_layers, self.hf_mtp_layers))
+        return there.endswith("rotary_emb.inv_freq") or (layer is not None and int(layer[1]) in lacked)
 
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
-        return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config)}
+        ahead = {"num_nextn_predict_layers": self.config.mtp_layers} if self.config.mtp_layers else {}
+        return {"model_type": self.hf_type, "architectures": [self.hf_class], **to_hugging_face(self.config), **ahead}
 
     def hf_misfits(self, given: dict[str, Any]) -> list[str]:
         """Differences between a config.json and this model, except a context length that changes no number."""
@@ -221,17 +292,19 @@ class Transformer(nn.Module):
                 there, here = back.head_dim, ours.head_dim
             elif name == "rope_scaling":  # some fields are not those of its type
                 there, here = rope_fields(there), rope_fields(here)
-            if there != here and name != "frozen" and (name != "ffn_dim" or name in ours.hf_fields):
+            if there != here and name not in ("frozen", "mtp_layers") and (name != "ffn_dim" or name in ours.hf_fields):
                 found[name] = there, here
         return found
 
-    def init_std(self, name: str) -> float | Uniform | None:
+    def init_std(self, name: str) -> float | Uniform | Constant | None:
         """Standard deviation of a parameter's normal distribution at step 0; None for ones (norms), 0 for zeros.
 
         Matrices have 0.02, or 0.02 / sqrt(2 n_layers) if their product is added to the residual stream (GPT-2). The
-        matrix A of an adapter is uniform with bound 1 / sqrt(in) (PEFT).
+        matrix A of an adapter is uniform with bound 1 / sqrt(in) (PEFT). Factors by width multiply these numbers.
         """
-        kind = self.kind(name)
+        kind, factor = self.kind(name), self.scale(name).start
+        if kind.role == "norm" and factor != 1:
+            return Constant(factor - 1 if kind.zero else factor)  # a norm that starts at 0 multiplies by 1 + weight
         if kind.zero:
             return 0.0
         if kind.role == "norm":
@@ -241,19 +314,21 @@ class Transformer(nn.Module):
             # named_parameters, because the attribute may be a copy in bfloat16.
             matrices = dict(self.get_submodule(module).named_parameters(recurse=False))
             return Uniform(matrices[attribute].shape[-1] ** -0.5)
-        return 0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02
+        return factor * (0.02 / (2 * self.config.n_layers) ** 0.5 if kind.into_residual else 0.02)
 
     def flops_per_token(self, seq_len: int) -> tuple[int, int]:
         """FLOPs per token, forward and backward: with attention over all pairs (PaLM), and over causal ones (Megatron).
 
         The first number is 6 N + 12 L H K S; the second has half of the attention term. A layer with a window counts
         only the keys in the window. N counts parameters in matrix products: the head but not the embedding, and a tied
-        table once. A frozen parameter counts 4 instead of 6, because backward computes only its input's gradient.
+        table once; multi-token prediction adds its layers, and the head once for each. A frozen parameter counts 4
+        instead of 6, because backward computes only its input's gradient.
         """
         config = self.config
         sizes = [(self.kind(name), parameter.numel()) for name, parameter in self.named_parameters()]
+        sizes += [each for each in sizes if each[0].role in ("head", "embedding")] * config.mtp_layers
         products = sum((6 if kind.trained else 4) * round(size * kind.multiplied) for kind, size in sizes)
         pair_width = 6 * config.n_heads * (config.head_dim + config.value_dim)
-        keys = [config.keys_seen(layer, seq_len) for layer in range(config.n_layers)]
+        keys = [config.keys_seen(layer, seq_len) for layer in (*range(config.n_layers), *config.mtp_numbers)]
         all_pairs, causal_pairs = (pair_width * sum(counts) for counts in zip(*keys, strict=True))
         return products + round(all_pairs), products + round(causal_pairs)

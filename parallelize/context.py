@@ -7,6 +7,7 @@ Three methods. Each replaces the model's attention cores and its visibility (mod
 """
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from components.config import Parallelism
 from models.attention import AttentionCore, Visibility, Visible
+from models.layers import Head
 from models.steps import AttentionInSteps
 from parallelize.mesh import Mesh
 from parallelize.padding import pad, padded_length
@@ -31,6 +33,9 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
             replacement = _WholeSequence(cp, parallelism) if cp.size() > 1 else module
             replacement.padding = padded_length(seq_len, mesh.degrees, parallelism) - seq_len
             replacement.sinks, replacement.padded_rows = module.sinks, module.padded_rows
+        elif isinstance(module, Head) and cp.size() > 1:
+            module.whole = partial(_whole_sequences, cp=cp)
+            continue
         elif isinstance(module, AttentionCore) and cp.size() > 1:
             replacement = _CORES[parallelism.context_parallel_method](cp, parallelism)
         else:
@@ -39,8 +44,13 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, parallelism: Parallelis
         model.set_submodule(name, replacement)
 
 
+def _whole_sequences(part_BSC: Tensor, cp: DeviceMesh) -> Tensor:
+    """The parts (B, S / cp, C) of all ranks, in the order of ranks."""
+    return DTensor.from_local(part_BSC, cp, [Shard(1)], run_check=False).full_tensor()
+
+
 def shard_sequence(batch: dict[str, Tensor], mesh: Mesh, parallelism: Parallelism) -> dict[str, Tensor]:
-    """This rank's part of every sequence of a batch {name: (B, S)}, padded; columns stay with their tokens."""
+    """This rank's part of every sequence of a batch {name: (B, S) or (B, S, K)}, padded; columns stay with tokens."""
     batch, cp = pad(batch, mesh.degrees, parallelism), mesh["cp"]
     if cp.size() == 1:
         return batch

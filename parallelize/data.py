@@ -65,7 +65,9 @@ def apply_data_parallel(
         # Backward starts with the head, and would gather it again at once.
         shard(ends, reshard_after_forward=reshard == "always")
     shard(model, reshard_after_forward=reshard == "always")
-    _prefetch(list(layers.children()), parallelism.fsdp_prefetch_layers)
+    # A validation runs no layer of multi-token prediction, and would gather it for nothing.
+    own = [layer for layer in layers.children() if getattr(layer, "mtp", None) is None]
+    _prefetch(own, parallelism.fsdp_prefetch_layers)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)

@@ -42,6 +42,8 @@ def init_distributed(timeout_seconds: int, share_gpus: bool = False) -> torch.de
         if share_gpus and int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > gpus:
             os.environ |= SHARED_GPU | {"NCCL_HOSTID": f"rank-{os.environ['RANK']}"}
             local_rank %= gpus
+        elif gpus == 1:
+            local_rank = 0  # srun and others may show each rank its own GPU alone
         device = torch.device("cuda", local_rank)
     backend = cpu_backend()
     if not os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):  # the variable's older name

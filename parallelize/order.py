@@ -28,6 +28,7 @@ from parallelize.data import apply_data_parallel
 from parallelize.expert import apply_expert_parallel, expert_shards, has_experts
 from parallelize.float8 import apply_float8
 from parallelize.mesh import Mesh, global_batch_size
+from parallelize.mtp import with_mtp
 from parallelize.parts import apply_sequence_splits
 from parallelize.pipeline import split_stages
 from parallelize.schedules import splits_backward
@@ -44,14 +45,14 @@ def parallelize(
     experts = has_experts(model)
     of_experts = expert_shards(mesh, shards) if experts else None
     sequences, wrapping = global_batch_size(config, mesh.degrees), wrapping_of(config, mesh.degrees, experts)
-    objective = objective_of(config.training.objective, config.training.sources)
+    objective = objective_of(*config.objective_and_terms)
     stages = split_stages(with_objective(model, objective), mesh, config.parallelism)
     for stage in stages:
         trained = _trained(stage)
         stage.seq_len = config.training.seq_len  # type: ignore[assignment]
-        stage.visibility.padded_rows = config.training.dataset_format == "chat"  # type: ignore[union-attr]
+        stage.visibility.padded_rows = config.training.has_chats  # type: ignore[union-attr]
         apply_float8(stage, config.model, config.quantize.linear.float8)
-        apply_tensor_parallel(stage, mesh, tp_plan)
+        apply_tensor_parallel(stage, mesh, with_mtp(tp_plan, stage, config.parallelism))
         apply_expert_parallel(stage, mesh, config.experts, sequences, config.training.seq_len)
         apply_context_parallel(stage, mesh, config.parallelism, config.training.seq_len)
         apply_sequence_splits(stage, config.parallelism.pipeline_parallel_sequence_splits)

@@ -34,17 +34,18 @@ def padded_length(length: int, degrees: Degrees, parallelism: Parallelism) -> in
 
 
 def pad(batch: dict[str, Tensor], degrees: Degrees, parallelism: Parallelism) -> dict[str, Tensor]:
-    """The columns (B, S) of a batch with their padding, (B, padded_length)."""
+    """The columns (B, S) or (B, S, K) of a batch with their padding, of padded_length."""
     length = batch["tokens"].shape[1]
     count = padded_length(length, degrees, parallelism) - length
     return {name: _padded(column, count, name) for name, column in batch.items()} if count else batch
 
 
 def _padded(column: Tensor, count: int, name: str) -> Tensor:
-    """(B, S + count)"""
+    """(B, S + count), or (B, S + count, K)"""
     import torch
     import torch.nn.functional as F
 
     if name == "document_ids":
         return torch.cat([column, (column[:, -1:] + 1).expand(-1, count)], 1)
-    return F.pad(column, (0, count), value={"labels": -100, "positions": -1}.get(name, 0))
+    value = -100 if "labels" in name else -1 if name == "positions" else 0
+    return F.pad(column, (*(0, 0) * (column.ndim - 2), 0, count), value=value)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from components.config import JobConfig, Parallelism
 from models.config import TransformerConfig
 from parallelize.mesh import Degrees, Mesh
+from parallelize.mtp import mtp_modules
 from parallelize.padding import padded_length
 from parallelize.parts import PartStage, cut_into_parts
 from parallelize.schedules import modules_of_stages, number_of_stages, schedule_of, stages_of_rank, table_of
@@ -28,15 +29,21 @@ def split_stages(model: nn.Module, mesh: Mesh, parallelism: Parallelism) -> list
     pp = mesh["pp"]
     if pp.size() == 1:
         return [model]
-    modules = modules_of_stages(parallelism, len(list(model.get_submodule("layers").children())))
+    modules = modules_of_stages(parallelism, model.config.n_layers)  # type: ignore[union-attr, arg-type]
     mine = stages_of_rank(parallelism, pp.get_local_rank(), len(modules))
     return [_keep(copy.deepcopy(model), modules[stage]) for stage in mine]
 
 
 def _keep(model: nn.Module, names: Sequence[str]) -> nn.Module:
-    """The model without the parameters of all other modules; a head keeps the table that it is tied to."""
-    if model.config.tie_embeddings and "output" in names and "tok_embeddings" not in names:  # type: ignore[union-attr]
-        names, model.copies_embedding = [*names, "tok_embeddings"], True  # type: ignore[assignment]
+    """The model without the parameters of all other modules; a head keeps what belongs to it.
+
+    These are the table that the head is tied to, and the layers of multi-token prediction with a table.
+    """
+    sizes: Any = model.config
+    if "output" in names:
+        names = [*names, *mtp_modules(sizes)]
+        if sizes.holds_table_twice and "tok_embeddings" not in names:
+            names, model.copies_embedding = [*names, "tok_embeddings"], True  # type: ignore[assignment]
     for name, child in list(model.named_children()):
         if isinstance(child, nn.ModuleDict):
             for key in list(child):
@@ -133,9 +140,9 @@ class Pipeline:
             self._schedule = schedule.load()(parts[0] if schedule.one_stage else parts, **options)
         self._hidden: dict[torch.Size, tuple[torch.Size, torch.dtype]] = {}
         self._tables: dict[int, Any] = {}
-        """Stage -> table of a tied embedding."""
+        """Stage -> embedding table, if the first and the last stage have it."""
         for number, module in self._modules.items():
-            if module.config.tie_embeddings and number in (0, self._count - 1):  # type: ignore[union-attr]
+            if module.config.holds_table_twice and number in (0, self._count - 1):  # type: ignore[union-attr]
                 # From parameters(), because .weight may be a copy in bfloat16.
                 (self._tables[number],) = module.get_submodule("tok_embeddings").parameters()
                 self._tables[number].copied_from_another_stage = module.copies_embedding
@@ -154,11 +161,11 @@ class Pipeline:
         target = batch["labels"] if self._count - 1 in self._modules else None
         self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **more)
         if last:
-            self._add_up_tied()
+            self._add_up_tables()
         return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=self._device)
 
-    def _add_up_tied(self) -> None:
-        """Give both copies of a tied table the sum of their gradients. Both add the same two, so bits are equal."""
+    def _add_up_tables(self) -> None:
+        """Give both copies of a table the sum of their gradients. Both add the same two, so bits are equal."""
         own = [local_part(table.grad)[1] for table in self._tables.values() if table.grad is not None]
         if len(own) == 2:
             own[1].copy_(own[0].add_(own[1]))
@@ -175,7 +182,20 @@ class Pipeline:
             own[0].add_(received.to(own[0].device))
 
     def summed_loss(self, batch: dict[str, Tensor]) -> Tensor:
-        """Forward only, stage by stage: returns the batch's summed loss on the last stage's rank, 0 on others.
+        """The batch's summed loss on the last stage's rank, 0 on others; forward only."""
+        found = self._forward(batch)
+        return torch.zeros((), device=self._device) if found is None else found
+
+    def scores(self, batch: dict[str, Tensor], columns: int) -> Tensor:
+        """The last stage's scores (B, S, columns), on every rank."""
+        found = self._forward(batch)
+        if found is None:
+            found = torch.empty(*batch["tokens"].shape, columns, dtype=torch.float64, device=self._device)
+        dist.broadcast(found, group=self._group, group_src=self._owner[self._count - 1])
+        return found
+
+    def _forward(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Forward only, stage by stage: gives the last stage's output on its rank, None on others.
 
         torch's own forward-only mode fails with V-shaped schedules.
         """
@@ -185,7 +205,7 @@ class Pipeline:
                 hidden = self._modules[number](hidden, **more)
             if number < self._count - 1:
                 hidden = self._broadcast(hidden, number, batch["tokens"].shape)
-        return hidden if self._count - 1 in self._modules else torch.zeros((), device=self._device)
+        return hidden if self._count - 1 in self._modules else None
 
     def _broadcast(self, hidden: Tensor, stage: int, batch_shape: torch.Size) -> Tensor:
         """Send a stage's hidden state to all ranks. Its shape is sent only for the first batch of each batch_shape."""

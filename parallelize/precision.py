@@ -6,8 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from components.config import JobConfig
+from components.config.environment import set_default
 from models.moe import Router
 from models.nf4 import is_packed
+
+
+def set_numerics(config: JobConfig, device: torch.device) -> None:
+    """Set the precision of products and, if the job asks for it, let torch use only deterministic kernels."""
+    set_product_precision(config.training.float32_matmul_precision, device)
+    if config.debug.deterministic:
+        set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=config.debug.deterministic_warn_only)
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:

@@ -30,6 +30,9 @@ class Runner(Protocol):
     def summed_loss(self, batch: Batch) -> Tensor:
         """The batch's summed loss on ranks that know a loss, else 0; forward only."""
 
+    def scores(self, batch: Batch, columns: int) -> Tensor:
+        """The head's scores instead of a loss (parallelize/scores.py): (B, S, columns) on every rank."""
+
 
 class Whole:
     """The whole model, on this rank."""
@@ -45,6 +48,9 @@ class Whole:
         return loss.detach()
 
     def summed_loss(self, batch: Batch) -> Tensor:
+        return self._model(**batch)
+
+    def scores(self, batch: Batch, columns: int) -> Tensor:
         return self._model(**batch)
 
 

@@ -153,10 +153,13 @@ def align_gradients(parameters: list[nn.Parameter]) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements).to(parameter.dtype)
 
 
-def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int, state_on_host: bool = False) -> str:
+def describe_memory(
+    parameters: Sequence[Tensor], state_bytes: int, batches: int, state_on_host: bool = False, average_bytes: int = 0
+) -> str:
     """The bytes that this rank keeps, as a line of text.
 
-    state_bytes: of the optimizer; batches: accumulation steps or micro-batches of one reduction.
+    state_bytes: of the optimizer; batches: accumulation steps or micro-batches of one reduction; average_bytes: of
+    averages of weights.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     # Several batches add up unsharded gradients, which are reduced once.
@@ -165,6 +168,7 @@ def describe_memory(parameters: Sequence[Tensor], state_bytes: int, batches: int
     weights = sum(local_part(parameter)[1].nbytes for parameter in parameters)
     state = "optimizer state on the host" if state_on_host else "optimizer state"
     kept = {"weights": weights, "gradients": gradients, state: state_bytes}
+    kept |= {"the average of the weights": average_bytes} if average_bytes else {}
     return "a rank keeps " + ", ".join(f"{_size(size)} of {name}" for name, size in kept.items())
 
 

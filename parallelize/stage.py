@@ -2,6 +2,8 @@
 
 torch's stage allocates receive buffers for the activations and gradients of every micro-batch and keeps them for its
 life, so memory grows with the number of micro-batches (pytorch issue 136380).
+
+Before FSDP reduces gradients, the stage also gives them one precision.
 """
 
 from collections.abc import Iterable
@@ -9,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import GraphExecGroup
 
 
 class Stage(PipelineStage):
@@ -49,6 +53,23 @@ class Stage(PipelineStage):
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if loss is not None and full_backward:
             loss.detach_()  # the schedule keeps it to the end of the step, and its graph would keep the message
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Recomputes a checkpointed layer once for all of its weights; torch calls autograd for each weight."""
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduces in float32 also gradients that a split backward made after FSDP's own sum of this micro-batch.
+
+        FSDP refuses weights of one group of which only some have a sum in float32.
+        """
+        if isinstance(self.submod, FSDPModule):
+            for state in fully_shard.state(self.submod)._state_ctx.all_states:  # type: ignore[attr-defined]
+                for weight in (weight for group in state._fsdp_param_groups for weight in group.fsdp_params):
+                    weight.accumulate_unsharded_grad_if_needed()
+                    weight.to_accumulated_grad_if_needed()
+        super().perform_reduce_grad(grad_scale_factor)
 
     def _make_buffers(self, expected: Iterable[Any]) -> None:
         for message in expected:

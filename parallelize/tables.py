@@ -3,7 +3,7 @@
 import csv
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +17,14 @@ Order = list[list[Step]]
 
 
 class Box(NamedTuple):
-    """An action of a rank; times in units."""
+    """An action of a rank; times in units, or in seconds."""
 
     rank: int
     kind: str
     stage: int
     micro_batch: int
-    start: int
-    end: int
+    start: float
+    end: float
 
 
 def order_of_parts(pp: int, micro_batches: int, splits: int) -> Order:
@@ -126,25 +126,29 @@ def wrong_with(orders: Order, pp: int, micro_batches: int) -> str:
     return ""
 
 
-def simulate(orders: Order) -> list[Box]:
-    """When each action runs. Raises ValueError if ranks wait for each other for ever."""
-    done: dict[Action, int] = {}
+def simulate(orders: Order, time: Callable[[str, int], float] | None = None, message: float = 0) -> list[Box]:
+    """When each action runs. Raises ValueError if ranks wait for each other for ever.
+
+    time: (kind, stage) -> the time of an action, by default in units; message: the time of a message between stages.
+    """
+    time = time or (lambda kind, _: _UNITS[kind])
+    done: dict[Action, float] = {}
     boxes: list[Box] = []
-    waiting, free = [list(order) for order in orders], [0] * len(orders)
+    waiting, free = [list(order)[::-1] for order in orders], [0.0] * len(orders)
     last = max(stage for order in orders for step in order for _, stage, _ in step)
     while any(waiting):
         before = len(boxes)
         for rank, order in enumerate(waiting):
-            while order and all(action in done for action in _needed(order[0], last)):
-                step = order.pop(0)
-                start = max([free[rank], *(done[action] for action in _needed(step, last))])
+            while order and all(action in done for action in _needed(order[-1], last)):
+                step = order.pop()
+                start = max([free[rank], *(done[action] + message for action in _needed(step, last))])
                 for kind, stage, micro_batch in step:
-                    boxes.append(Box(rank, kind, stage, micro_batch, start, start + _UNITS[kind]))
-                    start += _UNITS[kind]
+                    boxes.append(Box(rank, kind, stage, micro_batch, start, start + time(kind, stage)))
+                    start += time(kind, stage)
                 free[rank] = start
                 done |= {("I" if kind == "B" else kind, stage, number): start for kind, stage, number in step}
         if len(boxes) == before:
-            waits = [f"rank {rank} at {written(order[0])}" for rank, order in enumerate(waiting) if order]
+            waits = [f"rank {rank} at {written(order[-1])}" for rank, order in enumerate(waiting) if order]
             raise ValueError(f"ranks wait for ever: {', '.join(waits)}")
     return boxes
 

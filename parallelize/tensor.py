@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
+from models.divergence import divergence
 from models.layers import Head
 from models.lora import AdaptedLinear, FrozenLinear
 from models.loss import Probabilities, softmax
@@ -284,6 +285,10 @@ class VocabularyParallelHead(ParallelStyle):
         softmax = vocabulary_parallel_softmax if self.loss_parallel else gathered_softmax
         vocabulary = module.weight.shape[0]
         module.softmax = functools.partial(softmax, mesh=device_mesh, vocabulary=vocabulary)
+        module.likeliest = functools.partial(vocabulary_parallel_likeliest, mesh=device_mesh)
+        places = functools.partial(_columns_of, mesh=device_mesh)
+        total = functools.partial(_total, mesh=device_mesh)
+        module.divergence = functools.partial(divergence, columns_of=places, total=total)
 
         def forward(x_BSD: Tensor, labels_BS: Tensor | None = None, **columns: Tensor) -> Tensor:
             if not isinstance(x_BSD, DTensor):
@@ -313,31 +318,34 @@ def _rows(module: nn.Module, mesh: DeviceMesh) -> Tensor:
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
 
-def vocabulary_parallel_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> Probabilities:
+def vocabulary_parallel_softmax(
+    logits: Tensor, labels: Tensor, with_mean: bool = False, *, mesh: DeviceMesh, vocabulary: int
+) -> Probabilities:
     """A Softmax of logits (T, V / tp rounded up) split by vocabulary V, where every rank has all labels.
 
-    Ranks only exchange a maximum and two sums for each of T tokens (arXiv:1909.08053, section 3).
+    Ranks only exchange a maximum and two or three sums for each of T tokens (arXiv:1909.08053, section 3).
     """
     group, columns = mesh.get_group(), logits.shape[1]
-    logits = logits.float()
-    real = max(0, vocabulary - mesh.get_local_rank() * columns)
-    if real < columns:
-        logits = logits.masked_fill(torch.arange(columns, device=logits.device) >= real, -math.inf)
+    logits, real = _without_padding(logits.float(), mesh, vocabulary)
     maximum = logits.amax(dim=1)
     dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
     column, is_here = _own_columns(labels, mesh, columns)
     label_logit = logits.gather(1, column).where(is_here, 0)  # a rank may have padding alone
     exponentials = (logits - maximum[:, None]).exp_()
-    sums = torch.stack((exponentials.sum(dim=1), label_logit[:, 0]))
+    own_mean = [logits[:, :real].sum(dim=1) / vocabulary] if with_mean else []
+    sums = torch.stack((exponentials.sum(dim=1), label_logit[:, 0], *own_mean))
     dist.all_reduce(sums, group=group)
-    total, label_logit = sums[..., None]
+    total, label_logit, *mean = sums[..., None]
     log_total = total.log() + maximum[:, None]
-    return Probabilities(exponentials.div_(total), log_total, label_logit, column, is_here)
+    values = exponentials.div_(total)
+    return Probabilities(values, log_total, label_logit, column, is_here, mean[0] if mean else None, vocabulary)
 
 
-def gathered_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabulary: int) -> Probabilities:
+def gathered_softmax(
+    logits: Tensor, labels: Tensor, with_mean: bool = False, *, mesh: DeviceMesh, vocabulary: int
+) -> Probabilities:
     """As vocabulary_parallel_softmax, but every rank gathers the logits and computes the whole softmax."""
-    found, columns = softmax(_gathered(logits, mesh)[:, :vocabulary], labels), logits.shape[1]
+    found, columns = softmax(_gathered(logits, mesh)[:, :vocabulary], labels, with_mean), logits.shape[1]
     padded = F.pad(found.values, (0, mesh.size() * columns - vocabulary))
     column, is_here = _own_columns(labels, mesh, columns)
     return found._replace(
@@ -345,11 +353,39 @@ def gathered_softmax(logits: Tensor, labels: Tensor, mesh: DeviceMesh, vocabular
     )
 
 
+def vocabulary_parallel_likeliest(logits: Tensor, count: int, known: int, *, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """A Likeliest of logits (T, V / tp rounded up) split by vocabulary V. Ranks exchange their own likeliest tokens."""
+    columns = logits.shape[1]
+    values, ids = _without_padding(logits, mesh, known)[0].topk(min(count, columns), dim=1)
+    ids += mesh.get_local_rank() * columns
+    values, places = _gathered(values, mesh).topk(count, dim=1)
+    return values, _gathered(ids, mesh).gather(1, places)
+
+
+def _without_padding(logits: Tensor, mesh: DeviceMesh, vocabulary: int) -> tuple[Tensor, int]:
+    """Logits (T, V / tp rounded up) with -inf in the columns beyond the vocabulary, and the number of others."""
+    columns = logits.shape[1]
+    real = min(columns, max(0, vocabulary - mesh.get_local_rank() * columns))
+    if real < columns:
+        logits = logits.masked_fill(torch.arange(columns, device=logits.device) >= real, -math.inf)
+    return logits, real
+
+
 def _own_columns(labels: Tensor, mesh: DeviceMesh, columns: int) -> tuple[Tensor, Tensor]:
     """(T, 1) twice: each label's column on this rank, and whether this rank has it."""
-    local = (labels - mesh.get_local_rank() * columns)[:, None]
+    return _columns_of(labels[:, None], columns, mesh)
+
+
+def _columns_of(tokens: Tensor, columns: int, mesh: DeviceMesh) -> tuple[Tensor, Tensor]:
+    """Each token's column among this rank's `columns`, 0 if another rank has it, and whether this rank has it."""
+    local = tokens - mesh.get_local_rank() * columns
     is_here = (local >= 0) & (local < columns)
     return local.where(is_here, 0), is_here
+
+
+def _total(sums: Tensor, mesh: DeviceMesh) -> Tensor:
+    dist.all_reduce(sums, group=mesh.get_group())
+    return sums
 
 
 def _gathered(logits: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -9,7 +9,7 @@ messages take none. A rank does its actions in the schedule's order, each as soo
 import argparse
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -78,8 +78,44 @@ def most_alive(boxes: list[Box], rank: int) -> int:
     return max(itertools.accumulate(change for _, change in changes))
 
 
-_COLOURS = {"F": "#2f6fb5", "B": "#3f9a5b", "I": "#e08a1e", "W": "#8e5aa8"}
-_WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+COLOURS = {"F": "#2f6fb5", "B": "#3f9a5b", "I": "#e08a1e", "W": "#8e5aa8"}
+WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
+SENT = "#c62f3b"
+"""Colour of messages."""
+
+
+_MOST_NUMBERED = 1000
+"""Boxes of a picture that have numbers; more are also drawn as pixels, because each takes bytes in an SVG."""
+
+
+def _stages_a_rank(boxes: list[Box]) -> int:
+    return -(-(1 + max(box.stage for box in boxes)) // (1 + max(box.rank for box in boxes)))
+
+
+def draw_rows(axes: Any, boxes: list[Box], unit: float = 1, messages: Callable[[Box], float] = lambda _: 0.0) -> None:
+    """A row for each rank with its actions in units of time, into matplotlib's axes.
+
+    messages: the share of an action's time in which the rank waits for messages; it is drawn at the action's end. Boxes
+    that are wide enough have the number of their micro-batch.
+    """
+    ranks, stages, few = 1 + max(box.rank for box in boxes), _stages_a_rank(boxes), len(boxes) <= _MOST_NUMBERED
+    inch = max(box.end for box in boxes) / unit / (0.9 * axes.figure.get_figwidth())
+    rows: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
+    for box in boxes:
+        start, width, share = box.start / unit, (box.end - box.start) / unit, messages(box)
+        rows.setdefault((box.rank, box.kind, box.stage // ranks), []).append((start, width * (1 - share)))
+        if share:
+            rows.setdefault((box.rank, SENT, 0), []).append((start + width * (1 - share), width * share))
+        if few and width * (1 - share) > 0.06 * len(str(box.micro_batch)) * inch:
+            middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+            axes.text(start + width * (1 - share) / 2, box.rank, str(box.micro_batch), clip_on=True, **middle)
+    for (rank, kind, turn), spans in rows.items():
+        style: dict[str, Any] = {"edgecolor": "white" if few else "none", "linewidth": 0.8, "rasterized": not few}
+        colour = COLOURS.get(kind, SENT)
+        axes.broken_barh(spans, (rank - 0.43, 0.86), facecolor=colour, alpha=1 - 0.5 * turn / stages, **style)
+    axes.tick_params(labelsize=8, length=0)
+    axes.invert_yaxis()
+    axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
 
 
 def draw(timelines: dict[str, list[Box]], path: Path, parts: Mapping[str, int] = MappingProxyType({})) -> None:
@@ -96,33 +132,19 @@ def draw(timelines: dict[str, list[Box]], path: Path, parts: Mapping[str, int] =
     from matplotlib.patches import Patch
 
     ranks = 1 + max(box.rank for boxes in timelines.values() for box in boxes)
-    stages = {name: -(-(1 + max(box.stage for box in boxes)) // ranks) for name, boxes in timelines.items()}
-    units = {name: stages[name] * parts.get(name, 1) for name in timelines}
+    units = {name: _stages_a_rank(boxes) * parts.get(name, 1) for name, boxes in timelines.items()}
     length = max(box.end / units[name] for name, boxes in timelines.items() for box in boxes)
     size = (max(10.0, min(0.4 * length, 40.0)), (0.34 * ranks + 0.6) * len(timelines) + 0.5)
     figure, panels = plt.subplots(len(timelines), 1, figsize=size, squeeze=False, facecolor="white", sharex=True)
     for (name, boxes), axes in zip(timelines.items(), panels[:, 0], strict=True):
         scale = units[name]
-        for box in boxes:
-            start, width = box.start / scale, (box.end - box.start) / scale
-            style: dict[str, Any] = {
-                "color": _COLOURS[box.kind],
-                "edgecolor": "white",
-                "linewidth": 0.8,
-                "height": 0.86,
-            }
-            axes.barh(box.rank, width, left=start, alpha=1 - 0.5 * (box.stage // ranks) / stages[name], **style)
-            middle: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
-            axes.text(start + width / 2, box.rank, str(box.micro_batch), **middle)
+        draw_rows(axes, boxes, scale)
         alive = ", ".join(f"{most_alive(boxes, rank) / scale:g}" for rank in range(ranks))
         words = f"{name}: idle {idle(boxes):.1%} of working time; micro-batches alive on each rank {alive}"
         axes.set_title(words, loc="left", fontsize=9)
         axes.set(yticks=range(ranks), yticklabels=[f"pp {rank}" for rank in range(ranks)], xlim=(0, length))
-        axes.tick_params(labelsize=8, length=0)
-        axes.invert_yaxis()
-        axes.spines[["top", "right", "left", "bottom"]].set_visible(False)
-    kinds = [kind for kind in _COLOURS if any(box.kind == kind for boxes in timelines.values() for box in boxes)]
-    handles = [Patch(color=_COLOURS[kind], label=_WORDS[kind]) for kind in kinds]
+    kinds = [kind for kind in COLOURS if any(box.kind == kind for boxes in timelines.values() for box in boxes)]
+    handles = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in kinds]
     figure.legend(handles=handles, loc="lower right", ncols=len(kinds), fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.35 / size[1], 1, 1))
     figure.savefig(path, dpi=110)

@@ -2,13 +2,22 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from components.config import ConfigError
-from parallelize.groups import patient_group
+from components.config import ConfigError, JobConfig, mistake
+from components.config.outputs import Job
+from parallelize.groups import gather, patient_group
+
+
+def check_filled(config: JobConfig) -> None:
+    """Raises ConfigError on every rank if nodes have filled in different layouts (parallelism.auto)."""
+    if config.parallelism.auto and len({*gather(str(replace(config, job=Job(), origins={})))}) > 1:
+        reason = "nodes have filled in different layouts: give them the same dump folder, job file and kind of device"
+        raise ConfigError(mistake(config, "parallelism.auto", reason))
 
 
 def together(action: Callable[[], Any], first_only: bool = False, group: dist.ProcessGroup | None = None) -> list:
@@ -33,6 +42,15 @@ def together(action: Callable[[], Any], first_only: bool = False, group: dist.Pr
     if errors := [f"rank {rank}: {error}" for rank, (_, error, _) in enumerate(reports) if error]:
         raise OSError("; ".join(errors))
     return [value for value, _, _ in reports]
+
+
+def from_first(action: Callable[[], Any]) -> Any:
+    """The first rank's result of action, which may be large, on every rank. Raises as `together` does."""
+    made: list[Any] = []
+    together(lambda: made.append(action()), first_only=True)
+    made = made or [None]
+    dist.broadcast_object_list(made, group=_group(dist.group.WORLD))
+    return made[0]
 
 
 @functools.cache

@@ -1,6 +1,8 @@
 """Choice and order of the tests that the commands of tests/run.sh run: slow tests get a mark, files are sorted."""
 
 import hashlib
+import inspect
+import os
 import re
 import subprocess
 import time
@@ -13,16 +15,21 @@ import pytest
 from components.config import ROOT
 from tests.cpu import SLOW, read_costs
 from tests.limits import limited_itself
+from tests.planted import ONLY_PLANTS
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--until", type=float, metavar="TIME", help="begin no test after this second of the epoch")
     parser.addoption("--turn", default="", metavar="WORD", help="files in an order that each word has its own of")
+    parser.addoption("--plants", action="store_true", help="only see whether the faults of tests can still be planted")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A test is slow by tests/costs.json. Changed files come first, then the files that take longest."""
+    if config.option.plants:
+        items[:] = [item for item in items if isinstance(item, pytest.Function) and plants_a_fault(item)]
+        os.environ[ONLY_PLANTS] = "yes"
     costs, of_file = read_costs(), dict[Path, float]()
     for item in items:
         if costs.get(item.nodeid, 0) > SLOW and not item.get_closest_marker("quick"):
@@ -51,6 +58,15 @@ def pytest_fixture_setup(fixturedef: object) -> Generator[None, object, object]:
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     with limited_itself(item.name):
         yield
+
+
+def plants_a_fault(item: pytest.Function) -> bool:
+    """Whether a test seems to run a layout with a fault: it has one as its parameter, or its code names one."""
+    if "fault" in item.fixturenames:
+        return True
+    if "mutate=" not in item.path.read_text(encoding="utf-8"):
+        return False
+    return bool(re.search("mutate|plant|rewrite", inspect.getsource(item.function)))
 
 
 @cache

@@ -55,9 +55,9 @@ def adopt_orphans() -> None:
 
 COSTS = Path(__file__).with_name("costs.json")
 """Processor time, in seconds, of each test that takes a second or more. A test above SLOW is slow."""
-SLOW = 1.6
+SLOW = 1.3
 TOO_SLOW = 20.0
-"""The quick command names a test that takes more and is not in COSTS: several times SLOW, since machines differ."""
+"""The quick command names a test that takes more and is not in COSTS: many times SLOW, since machines differ."""
 _SPENT = pytest.StashKey[dict[str, float]]()
 _LOOKED = pytest.StashKey[tuple[float, float]]()
 """Time and processor time when the tree was last looked at."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 import train
-from tests.figures import BARS, Observation, Tables, table_errors
+from components.commands.figures import BARS, Observation, Tables, table_errors
 from tests.harness import Case, observe_all
 
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"

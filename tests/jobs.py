@@ -2,28 +2,18 @@
 
 import json
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from components.config import ROOT, ConfigError, JobConfig, load_config, to_dict
+from components.config import ROOT, ConfigError, JobConfig, by_key, load_config, to_dict
 
-
-def _keys(tables: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tables.items():
-        if isinstance(value, dict) and value:
-            yield from _keys(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-OURS = dict(_keys(to_dict(JobConfig())))
+OURS = dict(by_key(to_dict(JobConfig())))
 """Key -> default. An array of tables is one key here, and [] by default."""
 _TITAN = tomllib.loads((ROOT / "tests/titan_v02_keys.toml").read_text(encoding="utf-8"))
 TITAN_UNSET: list[str] = _TITAN.pop("unset")
-TITAN = dict(_keys(_TITAN))
+TITAN = dict(by_key(_TITAN))
 KEYS = sorted({*OURS, *TITAN, *TITAN_UNSET})
 
 

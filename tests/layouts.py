@@ -13,7 +13,7 @@ from models.moe import MixtureConfig
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.schedules import SCHEDULES
-from tests.small import CHATS, MIXTURE, RECIPE, small_for
+from tests.small import CHATS, MIXTURE, PAIRS, RECIPE, small_for
 
 Cell = tuple[tuple[str, str], ...]
 """(axis, value) for each axis, in the order of AXES."""
@@ -29,6 +29,7 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     },
     "optimizer": {name: ("--optimizer.name", name) for name in ("AdamW", "Muon")},
     "state_dtype": {dtype: ("--optimizer.state_dtype", dtype) for dtype in ("float32", "bfloat16", "int8")},
+    "mup": {"off": (), "debug": ("--optimizer.mup_base", "debug")},
     "eps": {"1e-5": (), "1e-8": ("--optimizer.eps", "1e-8")},
     "length": {each: ("--training.seq_len", each) for each in ("32", "33", "7", "3", "2")},
     "validation_length": {"training's": (), **{each: ("--validation.seq_len", each) for each in ("40", "5")}},
@@ -47,7 +48,19 @@ OF_THE_RUN: dict[str, dict[str, Words]] = {
     "targets": {"all": (), **{name: ("--lora.target_modules", f'["{name}"]') for name in ("wo", "w2")}},
     "lora_rank": {"4": (), **{each: ("--lora.rank", each) for each in ("1", "3")}},
     "dropout": {"0": (), "0.25": ("--lora.dropout", "0.25")},
-    "data": {"text": (), "chats": CHATS, "mixture": MIXTURE},
+    "data": {"text": (), "chats": CHATS, "mixture": MIXTURE, "pairs": PAIRS},
+    "preference": {"dpo": (), **{each: ("--preference.loss", each) for each in ("ipo", "simpo", "orpo")}},
+    "terms": {
+        "none": (),
+        "z": ("--training.z_loss_factor", "0.01"),
+        "smoothing": ("--training.z_loss_factor", "0.01", "--training.label_smoothing", "0.2"),
+    },
+    "mtp": {each: ("--model.sizes.mtp_layers", each) if each != "0" else () for each in ("0", "1", "2")},
+    "distill": {
+        "off": (),
+        "1": ("--distill.alpha", "0.5", "--distill.top", "4"),
+        "2": ("--distill.alpha", "0.7", "--distill.top", "3", "--distill.temperature", "2"),
+    },
     "spikes": {"trained": (), "skipped": ("--training.skip_spikes_sigma", "6", "--training.skip_spikes_window", "4")},
 }
 """Axis -> setting -> words of the command line, for settings that decide the run: one process has them too."""
@@ -112,6 +125,11 @@ DRAWN = {
         "stages",
         "resume",
         "data",
+        "preference",
+        "terms",
+        "mtp",
+        "distill",
+        "mup",
     ),
 }
 """Axes whose pairs with each other are in no cover: `--random` draws them."""
@@ -343,8 +361,18 @@ def layout(**given: str) -> Layout:
         idle.append("document_mask")  # chats are masked in any case
         if values["validation_length"] == "5":
             idle.append("validation_length")  # no chat is so short
+    if values["lora"] != "off" or (values["router"] == "sigmoid" and "router" not in idle):
+        idle.append("mup")  # refused; most debug flavors have no shared expert
+    if values["mtp"] != "0":
+        idle.append("distill")  # refused
+    elif values["distill"] != "off" and values["terms"] == "smoothing":
+        idle.append("terms")  # refused
     if values["length"] not in ("32", "33"):
         idle.append("data")
+    if "data" in idle or values["data"] != "pairs":
+        idle.append("preference")
+    else:
+        idle += ("terms", "splits", "mtp", "distill")  # refused
     if values["precision"] != "float32":
         idle.append("dynamics")  # numbers of single tensors, most of them errors of rounding
     found = Layout(tuple((axis, AXES[axis][0] if axis in idle else value) for axis, value in values.items()))

@@ -3,7 +3,7 @@
 python -m tests.matrix                      a spread: every pair of settings, in a few layouts
 python -m tests.matrix --all                every product of the axes; writes docs/composition.md
 python -m tests.matrix --all --resume       those of them that this code has not been run with
-python -m tests.matrix --random 30 --seed 7 30 layouts drawn from all
+python -m tests.matrix --random 30 --seed 7 layouts drawn from all, until rules accept 30
 """
 
 import argparse
@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import train
+from components.commands.figures import BARS, Observation, figures, worst
+from components.commands.routing import Routing
 from components.config import ROOT, to_dict
 from components.state.adapters import export_run
 from tests import composition
-from tests.figures import BARS, Observation, figures, worst
 from tests.harness import observe
 from tests.layouts import AXES, MESH, MOST_RANKS, STEPS, Layout, any_layout, layout, main_layouts
 from tests.limits import TimeLimit
-from tests.routing import Routing
 from tests.spread import spread
 
 
@@ -72,7 +72,8 @@ def bars_of(each: Layout) -> dict[str, float]:
     """
     if each["precision"] != "float32":
         loss, products = ("loss", "validation loss"), ("gradient", "gradient norm", "weights", "loss by source")
-        return BARS | dict.fromkeys(loss, 1e-3) | dict.fromkeys(products, 1e-2)
+        bars = BARS | dict.fromkeys(loss, 1e-3) | dict.fromkeys(products, 1e-2)
+        return bars if each["eps"] == "1e-5" else bars | {"weights": 3e-2}
     if each["eps"] != "1e-5" or each["state_dtype"] != "float32":
         return BARS | {"weights": 1e-3, "validation loss": 1e-4, "loss by source": 1e-4, "dynamics": 0.1}
     return BARS
@@ -172,8 +173,10 @@ def main(argv: list[str]) -> int:
     draw = random.Random(options.seed)
     fixed = dict(word.split("=", 1) for word in options.set)
     if options.random:
-        drawn = iter(lambda: any_layout(draw, **fixed), None)
-        chosen = [*itertools.islice((each for each in drawn if each.ranks <= options.most_ranks), options.random)]
+        drawn = (each for _ in itertools.count() if (each := any_layout(draw, **fixed)).ranks <= options.most_ranks)
+        chosen = list[Layout]()
+        while sum(not each.refusal() for each in chosen) < options.random:
+            chosen.append(next(drawn))
     else:
         chosen = main_layouts(options.product_ranks) if options.all else spread(options.seed)
     chosen = [each for each in chosen if each.ranks <= options.most_ranks and fixed.items() <= {*each.cell}]

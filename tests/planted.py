@@ -19,6 +19,8 @@ from pathlib import Path
 
 from components.config import ROOT
 
+ONLY_PLANTS = "MESHWRIGHT_ONLY_PLANTS"
+"""pytest --plants sets it: the code that a test's own fault replaces is looked for, and no layout is run."""
 CODE = ("components", "models", "parallelize")
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
     ast.Add: ast.Sub,

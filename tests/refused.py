@@ -10,6 +10,7 @@ KERNEL = "--model.attention_kernel"
 ROPE, SINKS = "--model.rope_scaling.", ("--model.name", "gpt_oss", "--model.flavor", "tiny")
 GEMMA = ("--model.name", "gemma3", "--model.flavor", "tiny")
 YARN = (ROPE + "rope_type", "yarn", ROPE + "factor", "2.0")
+PREFERENCE = ("--training.dataset_format", "preference", "--training.dataset_path", "x")
 GLOBAL, LOCAL = "--training.global_batch_size", "--training.local_batch_size"
 PP, SCHEDULE = "--parallelism.pipeline_parallel_degree", "--parallelism.pipeline_parallel_schedule"
 MICRO, RESHARD = "--parallelism.pipeline_parallel_microbatch_size", "--parallelism.fsdp_reshard_after_forward"
@@ -73,6 +74,7 @@ CASES = [
     Refused("splits", (SPLITS, "33", PP, "2"), "sequences have 32 tokens; use 32 parts or fewer", "", ranks=2),
     Refused("splits", (SPLITS, "2"), "parts of sequences need parallelism.pipeline_parallel_degree of 2", "", ranks=1),
     Refused("splits", (SPLITS, "2", PP, "2", SCHEDULE, "GPipe"), 'need .*schedule = "1F1B"', ""),
+    Refused("splits", (SPLITS, "2", PP, "2"), "parts of a pair come one after another", "", run=PREFERENCE),
     Refused("splits", (SPLITS, "2", PP, "2", CP, "2"), "need .*context_parallel_degree = 1", "", ranks=4),
     Refused(
         "reshard",
@@ -91,6 +93,17 @@ CASES = [
             ((), BFLOAT16, ""),
             ((), ("--lora.rank", "4", "--lora.base", "bfloat16"), ""),
         )
+    ),
+    *(
+        Refused(
+            "ahead",
+            (PP, "2", SCHEDULE, "ZBVZeroBubble", MICRO, "6"),
+            "embeds tokens for",
+            "error",
+            model=SIX | sizes,
+            run=("--model.sizes.mtp_layers", layers),
+        )
+        for layers, sizes in (("2", {}), ("1", {"tie_embeddings": True}))
     ),
     Refused("reshard", (*ONE_A_STAGE, TP, "2"), "finds the weights freed", "error", ranks=4, run=LONG_MIXTURE),
     Refused("reduce", (PP, "2", REDUCE, "each"), 'use "last"', "", model=SIX),
@@ -220,7 +233,19 @@ CASES = [
         "",
         ranks=1,
     ),
-    Refused("global_batch_size", (LOCAL, "12"), "x 2 batch ranks; 24 or 48 would be", "tokens"),
+    Refused(
+        "base of widths",
+        ("--optimizer.mup_base", "debug", *EXPERTS, "--model.sizes.n_shared", "1"),
+        "the base has no layers.*.feed_forward.shared.w1.weight; use a flavor that has layers of the same kinds",
+        "error",
+        ranks=1,
+    ),
+    Refused(
+        "global_batch_size",
+        (LOCAL, "12"),
+        "x 2 batch ranks; 24 or 48 would be; or use training.local_batch_size = 6",
+        "tokens",
+    ),
 ]  # fmt: skip
 
 MIXTURE = "--training.mixture[1].name a --training.mixture[1].dataset_path a"
@@ -228,6 +253,8 @@ TWO_SOURCES = f"{MIXTURE} --training.mixture[2].name b --training.mixture[2].dat
 CONTRADICTIONS = [
     ("--optimizer.momentum 0.9", "optimizer.momentum"),
     ("--optimizer.newton_schulz_steps 4", "optimizer.newton_schulz_steps"),
+    ("--optimizer.mup_base debug --optimizer.name Adam", "optimizer.mup_base"),
+    ("--optimizer.mup_base debug --lora.rank 4", "optimizer.mup_base"),
     ("--lr_scheduler.total_steps 300 --training.steps 400", "lr_scheduler.total_steps"),
     ("--checkpoint.initial_load_in_hf", "checkpoint.initial_load_in_hf"),
     ("--checkpoint.initial_load_in_hf_quantized", "checkpoint.initial_load_in_hf_quantized"),
@@ -241,11 +268,17 @@ CONTRADICTIONS = [
         "--parallelism.pipeline_parallel_layers_per_stage 1 --parallelism.module_fqns_per_model_part [['norm']]",
         "parallelism.pipeline_parallel_layers_per_stage",
     ),
+    *((f"--distill.{key}", f"distill.{key.split()[0]}") for key in ("temperature 2", "top 8", "teacher_path x")),
+    ("--distill.alpha 0.5 --training.dataset org/name", "distill.alpha"),
+    ("--distill.alpha 0.5 --training.label_smoothing 0.1", "training.label_smoothing"),
+    ("--distill.alpha 0.5 --model.sizes.mtp_layers 1", "distill.alpha"),
     ("--checkpoint.load_step 20", "checkpoint.load_step"),
     ("--checkpoint.load_only", "checkpoint.load_only"),
     ("--model.vocab_multiple 8", "model.vocab_multiple"),
     ("--checkpoint.initial_load_new_rows mean", "checkpoint.initial_load_new_rows"),
     ("--checkpoint.remote s3://bucket/run", "checkpoint.remote"),
+    ("--checkpoint.enable --job.dump_folder /tmp/a --checkpoint.remote file:///tmp/a/copies", "checkpoint.remote"),
+    ("--lora.rank 4 --model.sizes.frozen ['layers.0']", "model.sizes.frozen"),
     ("--checkpoint.remote_timeout_seconds 9", "checkpoint.remote_timeout_seconds"),
     ("--checkpoint.enable --checkpoint.hf_repo org/name", "checkpoint.hf_repo"),
     ("--checkpoint.no_hf_repo_private", "checkpoint.hf_repo_private"),
@@ -258,6 +291,10 @@ CONTRADICTIONS = [
     ("--checkpoint.last_save_in_hf", "checkpoint.last_save_in_hf"),
     ("--checkpoint.last_save_in_hf --checkpoint.enable --checkpoint.load_only", "checkpoint.last_save_in_hf"),
     ("--checkpoint.export_dtype float16 --checkpoint.enable", "checkpoint.export_dtype"),
+    ("--averages.ema_decay 0.9", "averages.ema_decay"),
+    ("--averages.ema_decay 0.9 --checkpoint.enable --checkpoint.load_only", "averages.ema_decay"),
+    ("--averages.ema_decay 0.9 --averages.export --checkpoint.enable", "averages.export"),
+    ("--averages.export --checkpoint.enable --checkpoint.last_save_in_hf", "averages.export"),
     ("--training.dataloader.persistent_workers", "training.dataloader.persistent_workers"),
     ("--training.dataloader.prefetch_factor 2", "training.dataloader.prefetch_factor"),
     ("--training.global_batch_size 12 --training.local_batch_size 8", "training.global_batch_size"),
@@ -284,9 +321,34 @@ CONTRADICTIONS = [
     ("--quantize.linear.float8.emulate", "quantize.linear.float8.emulate"),
     ("--quantize.linear.float8.recipe_name rowwise", "quantize.linear.float8.recipe_name"),
     (
-        "--validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
+        "--validation.enable --validation.held_out_fraction 0.1 --validation.dataset_path other.txt",
         "validation.held_out_fraction",
     ),
+    *(
+        (f"--validation.{key} {value}", f"validation.{key}")
+        for key, value in {
+            "dataset_path": "other.txt",
+            "text_path": "other.txt",
+            "held_out_fraction": 0.1,
+            "at_start": "true",
+            "local_batch_size": 2,
+            "seq_len": 8,
+            "freq": 9,
+            "steps": 2,
+        }.items()
+    ),
+    *((f"--optimizer.adapter.{key} 0.5", f"optimizer.adapter.{key}") for key in ("lr_factor", "weight_decay")),
+    ("--checkpoint.exclude_from_loading ['optimizer']", "checkpoint.exclude_from_loading"),
+    (
+        "--checkpoint.exclude_from_loading ['optimizer'] --checkpoint.initial_load_path x",
+        "checkpoint.exclude_from_loading",
+    ),
+    *(
+        (f"--samples.{key} {value}", f"samples.{key}")
+        for key, value in {"freq": 9, "tokens": 9, "temperature": 0.5, "top_k": 9}.items()
+    ),
+    ("--samples.prompts ['a'] --samples.top_k 9", "samples.top_k"),
+    *((f"--evaluation.{key} 9", f"evaluation.{key}") for key in ("freq", "limit")),
     ("--training.seq_len 1000000 --training.local_batch_size 1000000", "training.seq_len"),
     ("--validation.enable --validation.seq_len 1000000 --validation.local_batch_size 1000000", "validation.seq_len"),
     (
@@ -322,6 +384,39 @@ CONTRADICTIONS = [
             "document_mask": "false",
         }.items()
     ),
+    ("--training.dataset_format preference", "training.dataset_format"),
+    *(
+        (f"--training.dataset_format preference --training.dataset_path x --{key} {value}", key)
+        for key, value in {
+            "training.dataset_text_field": "body",
+            "training.dataset_separator": "none",
+            "training.dataset_streaming": "true",
+            "training.document_mask": "false",
+            "training.objective": "another",
+            "training.z_loss_factor": "0.1",
+            "training.label_smoothing": "0.1",
+            "chat.roles_to_train": "['user']",
+            "chat.message_field_training": "weight",
+            "chat.history": "last_turn",
+            "preference.gamma": "0.3",
+        }.items()
+    ),
+    (
+        "--training.dataset_format preference --training.dataset_path x --preference.loss ipo"
+        " --preference.label_smoothing 0.1",
+        "preference.label_smoothing",
+    ),
+    (
+        "--training.dataset_format preference --training.mixture[1].name a --training.mixture[1].dataset_path x",
+        "training.mixture",
+    ),
+    *((f"--preference.{key} {value}", f"preference.{key}") for key, value in {"loss": "ipo", "beta": 0.2}.items()),
+    ("--preference.label_smoothing 0.1", "preference.label_smoothing"),
+    *(
+        (f"--training.dataset_format preference --training.dataset_path x {words}", key)
+        for words, key in (("--distill.alpha 0.5", "distill.alpha"), ("--model.sizes.mtp_layers 1", "model.sizes"))
+    ),
+    ("--preference.gamma 0.1", "preference.gamma"),
     ("--training.dataset_format tokens --training.dataset org/name", "training.dataset_format"),
     ("--training.token_dtype uint16", "training.token_dtype"),
     ("--training.dataset_shuffle_window 100", "training.dataset_shuffle_window"),
@@ -374,6 +469,11 @@ CONTRADICTIONS = [
             "packing": "none",
         }.items()
     ),
+    ("--training.mtp_loss_factor 0.1", "training.mtp_loss_factor"),
+    ("--model.sizes.mtp_layers 4 --training.seq_len 4", "model.sizes"),
+    ("--parallelism.auto", "parallelism.auto"),
+    ("--parallelism.auto --training.global_batch_size 8 --comm.share_gpus", "parallelism.auto"),
+    ("--parallelism.auto_device cpu", "parallelism.auto_device"),
     ("--checkpoint.folder ../elsewhere", "checkpoint.folder"),
     ("--metrics.save_tb_folder ../elsewhere", "metrics.save_tb_folder"),
     ("--profiling.save_traces_folder ../elsewhere", "profiling.save_traces_folder"),
@@ -388,6 +488,7 @@ LACKING: list[tuple[str, dict[str, Any], str]] = [
     ("--parallelism.enable_async_tensor_parallel", {}, "parallelism.enable_async_tensor_parallel"),
     ("--model.attention_kernel flex", {}, "model.attention_kernel"),
     ("--model.converters ['quantize.linear.float8']", {"cuda": (8, 0)}, "model.converters"),
+    ("--model.converters ['quantize.linear.float8']", {"cuda": (9, 4), "hip": "7.1"}, "model.converters"),
     *(
         (words, {"cuda": (9, 0), "environment": {variable: value}}, key)
         for variable, value, words, key in (

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Tests before a commit: lint, format, types, and the tests that find nearly every mistake.
 #
-#   tests/run.sh                    the quick command: ten minutes on two cores
+#   tests/run.sh                    the quick command: ten to 25 minutes on two cores
 #   tests/run.sh WORDS              these words go to pytest, and nothing else is run: tests/run.sh tests/test_config.py
-#   tests/run.sh --full             all tests and convergence runs: half an hour
+#   tests/run.sh --full             all tests and convergence runs: one to two and a half hours
 #   tests/run.sh --rest [SECONDS]   what --full has beside the quick command; begins no test after so many seconds
 #   tests/run.sh --all              --full and every layout of the matrix: two hours or more
 #   tests/run.sh --costs            --full, and writes what each test took to tests/costs.json, which says what is slow
@@ -32,6 +32,7 @@ check() {
     step "lint" ruff check .
     step "format" ruff format --check .
     step "types" mypy train.py components models parallelize tests
+    step "faults can be planted" pytest -p tests.cpu --plants
 }
 
 case "${1:-}" in

@@ -1,14 +1,13 @@
 """The debug recipe where a step takes milliseconds: small flavors of every family, and settings."""
 
 import itertools
-import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from components.commands.shrink import VOCABULARY, chats, clauses, pairs, small_tokenizer
 from components.config import ROOT, load_config
 from models import MODELS
 from models.deepseek_v3 import DeepseekV3Config
@@ -18,7 +17,6 @@ from models.phi3 import Phi3Config
 from models.rotary import RopeScaling
 
 RECIPE = ROOT / "recipes" / "llama_debug.toml"
-VOCABULARY = 1024
 load_config(["--job.config_file", str(RECIPE)])  # what it imports at first use
 
 
@@ -115,52 +113,40 @@ def _prepared(name: str, text: str) -> Path:
     return path
 
 
-def _clauses() -> Path:
-    """Text whose documents are about as long as the sequences here: each part of a verse is one."""
-    verses = (ROOT / "assets" / "kjv" / "01-genesis.txt").read_text(encoding="utf-8")[:130_000]
-    clauses = [clause for clause in re.split(r"\n|(?<=[.:;?!]) ", verses) if clause]
-    return _prepared("clauses.jsonl", "".join(json.dumps({"text": clause}) + "\n" for clause in clauses))
-
-
-def _chats() -> Path:
-    """Chats of one to three turns, of some words each: few fill a row."""
-    words = re.findall(r"\w+", (ROOT / "assets" / "kjv" / "01-genesis.txt").read_text(encoding="utf-8"))[:6000]
-    chats, at = list[str](), 0
-    for number in range(900):
-        messages = []
-        for turn in range(1 + number % 3):
-            asked, said = words[at : at + 1], words[at + 1 : at + 2 + (number + turn) % 5]
-            messages += [{"role": "user", "content": asked[0]}, {"role": "assistant", "content": " ".join(said)}]
-            at = (at + 1 + len(said)) % 5000
-        chats.append(json.dumps({"messages": messages}) + "\n")
-    return _prepared("chats.jsonl", "".join(chats))
-
-
+_CLAUSES = str(_prepared("clauses.jsonl", clauses()))
+_CHATS = str(_prepared("chats.jsonl", chats()))
+TOKENIZER = str(_prepared("small.tiktoken", small_tokenizer()))
 CHATS = (
-    *("--training.dataset_format", "chat", "--training.dataset_path", str(_chats())),
+    *("--training.dataset_format", "chat", "--training.dataset_path", _CHATS),
     *("--chat.template", "assets/templates/llama3.jinja", "--chat.too_long", "truncate_end"),
 )
 """Rows of chats instead of text."""
+_SHORT = "{% for message in messages %}{{ message.content + '<|eot_id|>' }}{% endfor %}"
+PAIRS = (
+    *("--training.dataset_format", "preference"),
+    *("--training.dataset_path", str(_prepared("pairs.jsonl", pairs()))),
+    *("--chat.template", str(_prepared("short.jinja", _SHORT)), "--chat.too_long", "truncate_end"),
+)
+"""Rows of pairs instead of text: one or two in a row of 32 tokens."""
 MIXTURE = (
     *CHATS[:2],
     *CHATS[4:],
-    *("--training.mixture[1].name", "clauses", "--training.mixture[1].dataset_path", str(_clauses())),
+    *("--training.mixture[1].name", "clauses", "--training.mixture[1].dataset_path", _CLAUSES),
     *("--training.mixture[1].dataset_format", "text", "--training.mixture[1].weight", "0.6"),
-    *("--training.mixture[2].name", "chats", "--training.mixture[2].dataset_path", str(_chats())),
+    *("--training.mixture[2].name", "chats", "--training.mixture[2].dataset_path", _CHATS),
     *("--training.mixture[2].weight", "0.4", "--training.mixture_phase[1].from_sequence", "50"),
     *("--training.mixture_phase[1].weights", "{clauses = 0.3, chats = 0.7}"),
 )
 """Texts and rows of chats, in shares that change in the second step."""
 
 
-def _tokenizer() -> Path:
-    """The first merges of ours, and 256 special tokens: logits of a large vocabulary take most of a step's time."""
-    ranks = (ROOT / "assets" / "tokenizer" / "tokenizer.model").read_text().splitlines(keepends=True)
-    return _prepared("small.tiktoken", "".join(ranks[: VOCABULARY - 256]))
-
-
 SMALL = [
-    *("--training.dataset_path", str(_clauses()), "--model.hf_assets_path", str(_tokenizer())),
+    *(
+        "--training.dataset_path",
+        _CLAUSES,
+        "--model.hf_assets_path",
+        str(_prepared("small.tiktoken", small_tokenizer())),
+    ),
     *("--model.flavor", "tiny", "--training.seq_len", "32", "--training.global_batch_size", "36"),
     *("--training.local_batch_size", "36", "--training.steps", "100", "--lr_scheduler.warmup_steps", "0"),
     *("--optimizer.lr", "1e-3", "--optimizer.eps", "1e-5", "--validation.enable", "false"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from huggingface_hub import ModelCard
 
-from components.config import ROOT, absolute_tables, load_config
+from components.config import ROOT, absolute_tables, by_key, load_config
 from components.config.keys import FIELDS
 from components.config.load import is_path
 from components.data.hub import FETCHED
@@ -67,6 +67,8 @@ def test_a_card_tells_how_its_weights_were_made(tmp_path: Path) -> None:
         "| revision of Meshwright | abcdef, with changes |",
     ):
         assert line in card.text.splitlines()
+    pairs = card_of(tmp_path, *words, "--training.dataset_format", "preference", "--training.dataset_path", ".")
+    assert "| training loss | 7.5000 a pair, at step 20 |" in pairs.text.splitlines()
     assert "`license:`" in card.text
     assert str(tmp_path) not in card.content
     assert "![Loss by step](loss.png)" in card.text
@@ -96,14 +98,6 @@ def test_a_card_that_cannot_be_written_is_only_told(tmp_path: Path, capsys: pyte
     assert said.count("\n") == 1
 
 
-def flat(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in tables.items():
-        key = f"{prefix}{name}"
-        found |= flat(value, f"{key}.") if isinstance(value, dict) and key not in FIELDS else {key: value}
-    return found
-
-
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
 
 
@@ -115,7 +109,7 @@ def test_the_recipe_of_a_card_is_the_job(path: Path | None, tmp_path: Path, monk
     text = recipe(absolute_tables(config))
     again = load_config(["--job.config_file", str(job(tmp_path, text))])
     keys = {key for key in FIELDS if not is_path(FIELDS[key])}
-    there, here = flat(absolute_tables(again)), flat(absolute_tables(config))
+    there, here = (dict(by_key(absolute_tables(each))) for each in (again, config))
     assert {key: there[key] for key in keys & there.keys()} == {key: here[key] for key in keys & here.keys()}
     assert tomllib.loads(text).get("job", {}).keys() <= {"description", "print_config"}
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.config import ConfigError, load_config
 from components.data import __main__ as data
 from components.data import prepare, spec_of
@@ -21,7 +22,6 @@ from components.data.show import histogram, pieces, row_of
 from components.data.tokenizer import load_tokenizer
 from models import MODELS
 from tests.chats import CHATML, rows_in, said, save, tokenizer_in
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.small import CHATS
 
@@ -65,6 +65,14 @@ def test_what_is_held_out_does_not_depend_on_the_length_of_rows(fraction: float,
     ]
     assert parts[0] == parts[1]
     assert sum(parts[0]) == rows_in(tmp_path, RECORDS, 128).num_tokens
+
+
+@pytest.mark.parametrize(
+    ("fraction", "reason"), [(0.7, "use 0.5"), (0.4, "use 0.5, 0.333"), (0.001, "holds out none of")]
+)
+def test_a_share_that_cannot_be_held_out_is_refused(fraction: float, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"held_out_fraction = {fraction}.*{reason}"):
+        rows_in(tmp_path, RECORDS, 128, part="validation", fraction=fraction)
 
 
 def test_a_chat_that_is_too_long_is_refused_left_out_or_cut(tmp_path: Path) -> None:
@@ -194,11 +202,14 @@ def test_a_row_is_shown_as_it_is_trained(tmp_path: Path, capsys: pytest.CaptureF
     )
     data.main(["show", "--html", str(tmp_path / "row.html"), *words])
     assert "<b>Hello &lt;b&gt;&lt;|im_end|&gt;</b>" in (tmp_path / "row.html").read_text()
+    for page, reason in {str(path): "no page", "/nowhere/x.html": "No such file"}.items():
+        with pytest.raises(ConfigError, match=f"--html {page}: .*{reason}"):
+            data.main(["show", "--html", page, *words])
     data.main(["show", "--stats", *words])
     assert "2 sequences of chats in 1 rows of 64 tokens" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="--row 7: there are rows from 0 to 0"):
         data.main(["show", "--row", "7", *words])
-    with pytest.raises(ConfigError, match='only rows of chats and token files are shown; use "chat"'):
+    with pytest.raises(ConfigError, match='only rows of chats, of pairs and token files are shown; use "chat"'):
         data.main(["show"])
 
 

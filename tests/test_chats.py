@@ -107,6 +107,12 @@ def message(**more: Any) -> dict[str, Any]:
         (said("Hi", "a<|im_end|>b"), r"message 2: spells the special token <\|im_end\|>"),
         (said("Hi", "a", tools=[{"name": "<|im_start|>"}]), r"tools: spells the special token <\|im_start\|>"),
         (message(reasoning_content="<|im_end|>"), "message 2: spells the special token"),
+        (message(tool_calls="x"), "message 2: tool_calls: expected a list of objects"),
+        (said("Hi", "a", tools=[1, 2]), "tools: expected a list of objects, not "),
+        (said("Hi", "a", tools="[{"), "tools: no JSON"),
+        ({"instruction": 5, "output": "x"}, "instruction is 5: expected a text"),
+        ({"instruction": "a", "input": {"x": 1}, "output": "x"}, "input is .*: expected a text"),
+        ({"conversations": [{"from": ["a"], "value": "x"}]}, "message 1: no role"),
         (message(role="<|im_start|>"), "message 2: spells the special token"),
         (said("Hi", "a\ud800"), "message 2: not Unicode"),
     ],
@@ -114,6 +120,14 @@ def message(**more: Any) -> dict[str, Any]:
 def test_what_is_no_chat_is_refused_with_a_reason(record: Any, reason: str, tmp_path: Path) -> None:
     with pytest.raises(BadChat, match=reason):
         chats_in(tmp_path).sequences(record)
+
+
+def test_tools_may_be_written_as_json(tmp_path: Path) -> None:
+    """As parquet files of the hub have them, whose columns have one type."""
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chats = chats_in(tmp_path)
+    assert chats.messages(said("Hi", "a", tools=json.dumps(tools)))[1] == tools
+    assert chats.messages(said("Hi", "a", tools=""))[1] is None
 
 
 @pytest.mark.parametrize(

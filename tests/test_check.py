@@ -43,7 +43,7 @@ def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert all(line.startswith("✓ ") for line in lines)
-    assert len(lines) == 13
+    assert len(lines) == 14
     assert re.search(r"rank 0 holds 0\.\d\d GiB at the highest point, of ", done.stdout)
     assert list(tmp_path.iterdir()) == []
 
@@ -190,6 +190,7 @@ def test_a_port_in_use_and_a_host_that_nobody_knows(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "CHECKS", {"port": check.port})
+    monkeypatch.setenv("NNODES", "1")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

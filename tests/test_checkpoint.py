@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import train
+from components.commands.observed import whole as whole_tensor
 from components.config import Checkpoint, load_config
 from components.optim.optimizer import build_optimizer
 from components.state.checkpoint import Checkpointer
@@ -32,7 +33,6 @@ from tests.checkpoints import (
     value_of,
     weights,
 )
-from tests.harness import _whole
 from tests.small import RECIPE, SMALL
 
 # --------------------------------------------------------------------------------------------- layouts
@@ -59,8 +59,8 @@ def _gathered(stages: list[nn.Module], optimizer: torch.optim.Optimizer) -> dict
     whole = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            whole[name] = _whole(parameter)
-            whole |= {f"{name} {moment}": _whole(value) for moment, value in optimizer.state[parameter].items()}
+            whole[name] = whole_tensor(parameter)
+            whole |= {f"{name} {moment}": whole_tensor(value) for moment, value in optimizer.state[parameter].items()}
     return whole
 
 

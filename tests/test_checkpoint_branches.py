@@ -101,6 +101,16 @@ def test_the_only_checkpoint_survives_a_kill_while_its_step_is_saved_anew(tmp_pa
     assert names(tmp_path) == {"step-4", "abandoned-step-4"}
 
 
+def test_a_folder_of_others_with_the_name_of_a_step_is_put_aside(tmp_path: Path) -> None:
+    """torchtitan's checkpoint, or an export: they have no state.json, as if they were of the first branch."""
+    command(tmp_path, 4)
+    (tmp_path / "step-8").mkdir()
+    (tmp_path / "step-8" / "model.safetensors").write_text("precious")
+    command(tmp_path, 8)
+    assert names(tmp_path) == {"step-4", "step-8", "abandoned-step-8"}
+    assert (tmp_path / "abandoned-step-8" / "model.safetensors").read_text() == "precious"
+
+
 def test_excluded_at_the_first_start_is_not_excluded_later(tmp_path: Path) -> None:
     anew: dict[str, Any] = {"exclude_from_loading": ["dataloader", "optimizer", "train_state"]}
     assert command(tmp_path, 8, **anew) == (0, 0)

@@ -1,9 +1,12 @@
 """What docs/launch/ offers: the batch script is run as Slurm would, the manifests are of their schemas' form, and the
 launcher takes the command and the environment that they give it."""
 
+import ast
+import importlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -143,7 +146,7 @@ def test_a_batch_job_with_a_mistake_is_not_queued_again(submit: Submit, tmp_path
     assert not (tmp_path / "scontrol.log").exists()
 
 
-# Kubernetes
+# Files of YAML
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -165,20 +168,32 @@ def paths(value: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(part, (*above, key))
 
 
-FREE = ("labels", "annotations", "limits", "requests", "plugins")
+FREE = ("labels", "annotations", "limits", "requests", "plugins", "envs", "environment", "args", "services", "volumes")
 """What stands in these has names of one's own."""
+KINDS = {
+    "kubeflow.yaml": ["ClusterTrainingRuntime", "TrainJob"],
+    "volcano.yaml": ["Job"],
+    "skypilot.yaml": ["SkyPilot"],
+    "dstack.yaml": ["dstack"],
+    "compose.yaml": ["Compose"],
+}
+ELSEWHERE = {"slurm.sbatch", "Dockerfile", "Dockerfile.dockerignore", "ray_train.py"}
+"""Files that other tests check."""
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"), [("kubeflow.yaml", ["ClusterTrainingRuntime", "TrainJob"]), ("volcano.yaml", ["Job"])]
-)
+def test_every_file_is_checked() -> None:
+    assert {path.name for path in FOLDER.iterdir() if path.is_file()} == {*KINDS, *ELSEWHERE}
+
+
+@pytest.mark.parametrize(("name", "kinds"), KINDS.items())
 def test_a_manifest_is_of_its_schemas_form_and_a_misspelt_one_is_not(name: str, kinds: list[str]) -> None:
-    assert [document["kind"] for document in documents(name)] == kinds
+    if name in INJECTED:
+        assert [document["kind"] for document in documents(name)] == kinds
     for number, kind in enumerate(kinds):
         check = validator(kind)
         assert [error.message for error in check.iter_errors(documents(name)[number])] == []
         for path in paths(documents(name)[number]):
-            if len(path) > 1 and path[-2] in FREE:
+            if (len(path) > 1 and path[-2] in FREE and isinstance(path[-1], str)) or path[0] == "x-node":
                 continue
             wrong = documents(name)[number]
             place: Any = wrong
@@ -200,7 +215,7 @@ def pod(name: str) -> dict[str, Any]:
 
 
 # What the operators put into each container, for node 1 of 2.
-INJECTED = {
+INJECTED: dict[str, dict[str, str]] = {
     "kubeflow.yaml": {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "8",
@@ -216,23 +231,23 @@ INJECTED = {
 }
 
 
+def started(command: list[str], given: dict[str, str], tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """The words and the variables of run_train.sh, for which a stand-in tells how a command calls it."""
+    stand_in = tmp_path / "run_train.sh"
+    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" > words\nenv -0 > environment\n')
+    stand_in.chmod(0o755)
+    subprocess.run(command, cwd=tmp_path, env={"PATH": os.environ["PATH"], **given}, check=True)
+    words = (tmp_path / "words").read_text().split("\0")[:-1]
+    return words, dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0")[:-1])
+
+
 @pytest.mark.skipif(" " in torch.__file__, reason="the recipe compiles: refused where torch's path has a space")
 @pytest.mark.parametrize(("name", "port"), [("kubeflow.yaml", 29500), ("volcano.yaml", 29500)])
 def test_the_launcher_takes_what_a_manifest_gives_it(name: str, port: int, tmp_path: Path) -> None:
     """Its own command, run with a stand-in for run_train.sh that tells how it was called."""
     (container,) = pod(name)["containers"]
-    stand_in = tmp_path / "run_train.sh"
-    stand_in.write_text('#!/usr/bin/env bash\nprintf "%s\\0" "$@" > words\nenv -0 > environment\n')
-    stand_in.chmod(0o755)
     given = {variable["name"]: variable["value"] for variable in container["env"]}
-    subprocess.run(
-        [*container["command"], *container["args"]],
-        cwd=tmp_path,
-        env={"PATH": os.environ["PATH"], **given, **INJECTED[name]},
-        check=True,
-    )
-    words = (tmp_path / "words").read_text().split("\0")[:-1]
-    environment = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().split("\0")[:-1])
+    words, environment = started([*container["command"], *container["args"]], given | INJECTED[name], tmp_path)
     assert words == container["args"]
     config, settings = start.check([*words, "--job.dump_folder", str(tmp_path)], environment)
     assert config.checkpoint.enable, "a restart continues"
@@ -275,3 +290,133 @@ def test_what_would_happen_again_is_not_tried_again() -> None:
     assert (rule["action"], rule["onExitCodes"]["values"]) == ("FailJob", [2, 3])
     assert batch["backoffLimit"] == 0
     assert runtime["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
+# SkyPilot, dstack, Compose
+
+# Variables that SkyPilot and dstack set on node 1 of 2.
+OF_NODE = {
+    "skypilot.yaml": {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    },
+    "dstack.yaml": {
+        "DSTACK_NODES_NUM": "2",
+        "DSTACK_NODE_RANK": "1",
+        "DSTACK_GPUS_PER_NODE": "8",
+        "DSTACK_MASTER_NODE_IP": "10.0.0.1",
+    },
+}
+
+
+@pytest.mark.skipif(" " in torch.__file__, reason="the recipe compiles: refused where torch's path has a space")
+@pytest.mark.parametrize("name", OF_NODE)
+def test_the_launcher_takes_what_skypilot_and_dstack_give_it(name: str, tmp_path: Path) -> None:
+    (task,) = documents(name)
+    given = task["envs"] if "envs" in task else dict(line.split("=", 1) for line in task["env"])
+    script = task["run"] if "run" in task else " && ".join(task["commands"])
+    words, environment = started(["bash", "-c", script], given | OF_NODE[name], tmp_path)
+    assert "exec ./run_train.sh" in script, "signals reach the launcher"
+    grace = int(environment["SHUTDOWN_TIMEOUT_SECONDS"])
+    config, settings = start.check_job([*words, "--job.dump_folder", str(tmp_path)], environment)
+    assert config.checkpoint.enable, "a restart continues"
+    assert settings == Settings(ranks=8, nodes=2, node_rank=1, endpoint="10.0.0.1:29500", shutdown_seconds=grace)
+    if name == "dstack.yaml":
+        assert int(task["stop_duration"].removesuffix("m")) * 60 >= grace + 30
+        assert "error" not in task["retry"]["on_events"], "exit codes 2 and 3 would only happen again"
+    else:
+        assert not {0, 1, 2, 3, 4} & {*task["resources"]["job_recovery"]["recover_on_exit_codes"]}
+        assert config.checkpoint.remote == f"{given['BUCKET']}/llama8b", "the nodes share no folder"
+
+
+def test_the_launcher_takes_what_compose_gives_it(tmp_path: Path) -> None:
+    (file,) = documents("compose.yaml")
+    assert [service["hostname"] for service in file["services"].values()] == [*file["services"]] == ["node0", "node1"]
+    for service in file["services"].values():
+        words = [*service["command"], "--job.dump_folder", str(tmp_path)]
+        config, settings = start.check_job(words, service["environment"])
+        assert config.checkpoint.enable
+        assert settings == Settings(ranks=1, nodes=2, endpoint="node0:29500", shutdown_seconds=60)
+        assert int(service["stop_grace_period"].removesuffix("s")) >= settings.shutdown_seconds + 30
+        build = service["build"]
+        assert (FOLDER / build["context"] / build["dockerfile"]).samefile(FOLDER / "Dockerfile")
+        assert {*build["args"]} <= {*re.findall(r"^ARG (\w+)", (FOLDER / "Dockerfile").read_text(), re.M)}
+
+
+def test_skypilots_own_schema_takes_its_file() -> None:
+    schemas = pytest.importorskip("sky.utils.schemas", reason="SkyPilot is not installed")
+    (task,) = documents("skypilot.yaml")
+    jsonschema.validate(task, schemas.get_task_schema())
+    jsonschema.validate(task["resources"], schemas.get_resources_schema())
+
+
+def test_dstacks_own_model_takes_its_file() -> None:
+    models = pytest.importorskip("dstack._internal.core.models.configurations", reason="dstack is not installed")
+    (task,) = documents("dstack.yaml")
+    assert models.TaskConfiguration.model_validate(task).nodes == 2
+    with pytest.raises(ValueError, match="retri"):
+        models.TaskConfiguration.model_validate({**task, "retri": task["retry"]})
+
+
+def test_the_schema_of_compose_takes_its_file() -> None:
+    compose = pytest.importorskip("compose", reason="docker-compose is not installed")
+    schema = json.loads((Path(compose.__file__).parent / "config/compose_spec.json").read_text())
+    jsonschema.validate(documents("compose.yaml")[0], schema)
+
+
+# The image
+
+
+def instructions() -> list[tuple[str, str]]:
+    """(instruction, its words), without comments and with continued lines joined."""
+    lines = [line for line in (FOLDER / "Dockerfile").read_text().splitlines() if not line.startswith("#")]
+    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in joined.splitlines() if line.strip()]
+
+
+def test_the_image_is_small_and_does_not_run_as_root() -> None:
+    found = instructions()
+    known = {"ARG", "FROM", "COPY", "RUN", "ENV", "USER", "WORKDIR", "ENTRYPOINT"}
+    assert {name for name, _ in found} == known
+    assert [words for name, words in found if name == "USER"] == ["1000"]
+    assert found[-1] == ("ENTRYPOINT", '["./run_train.sh"]'), "no shell: the launcher gets the signals"
+    for words in (words for name, words in found if name == "COPY" and "--from" not in words):
+        assert all((ROOT / source).exists() for source in words.split()[:-1] if not source.startswith("--")), words
+    ignored = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {".git", ".venv", ".cache", "outputs", "tests"} <= {*ignored}
+    for needed in (
+        "assets",
+        "components",
+        "models",
+        "parallelize",
+        "recipes",
+        "run_train.sh",
+        "train.py",
+        "pyproject.toml",
+    ):
+        assert needed not in ignored
+    assert all("--no-install-recommends" in words for name, words in found if "apt-get install" in words)
+
+
+def test_hadolint_takes_the_dockerfile() -> None:
+    hadolint = shutil.which("hadolint")
+    if not hadolint:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, FOLDER / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_the_script_for_ray_uses_names_that_are_there() -> None:
+    """Without Ray; tests/test_ray_train.py runs it."""
+    tree = ast.parse((FOLDER / "ray_train.py").read_text())
+    ours = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("components")
+    ]
+    assert len(ours) == 6
+    for node in ours:
+        module = importlib.import_module(str(node.module))
+        assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []

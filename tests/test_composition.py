@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from components.commands.figures import BARS
 from tests import composition, matrix
-from tests.figures import BARS
 from tests.layouts import AXES, FAMILIES, layout
 
 

@@ -145,10 +145,19 @@ def test_the_mark_that_windows_editors_put_first_is_no_content(tmp_path: Path) -
 PATHS = sorted(
     key for key, annotation in FIELDS.items() if load.is_path(annotation) and key.rpartition(".")[0] not in ARRAYS
 )
-DATA = ("training.dataset_path", "validation.dataset_path")
+DATA = ("training.dataset_path", "validation.dataset_path", "validation.text_path")
 """Paths that may also be URLs of stores."""
-NEEDED = ["--lora.rank", "4", "--training.dataset_format", "chat", "--training.dataset_path", "x"]
-"""What some paths need: adapters, or chats."""
+NEEDED = [
+    *("--distill.alpha", "0.5"),
+    "--validation.enable",
+    "--lora.rank",
+    "4",
+    "--training.dataset_format",
+    "chat",
+    "--training.dataset_path",
+    "x",
+]
+"""What some paths need: adapters, chats, validations."""
 
 
 def test_every_key_of_a_path_is_known_as_one() -> None:
@@ -283,6 +292,7 @@ def test_every_key_is_read_somewhere() -> None:
     folders = [(ROOT / "components").rglob("*.py"), (ROOT / "parallelize").glob("*.py"), (ROOT / "models").glob("*.py")]
     files = [ROOT / "train.py", *itertools.chain(*folders)]
     code = "\n".join(file.read_text() for file in files if file.name not in ("tables.py", "names.py"))
+    code += "\n".join(re.findall(r"self\.\w+", (ROOT / "components/config/tables.py").read_text()))
     unread = [key for key in OURS if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", code)]
     assert not unread
 

@@ -74,6 +74,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     (folder / "datasets" / GATED).mkdir(parents=True)
     (folder / "datasets/org/plain").mkdir()
     (folder / "datasets/org/plain/train.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
+    (folder / "datasets/org/kjv").mkdir()
+    shutil.copy(ROOT / "assets/kjv/08-ruth.txt", folder / "datasets/org/kjv")
     model.mkdir(parents=True)
     shutil.copy(ROOT / "assets/tokenizer/tokenizer.model", model)
     for name in ("config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "train.bin"):
@@ -183,10 +185,18 @@ def test_what_the_hub_does_not_have_is_told_in_one_line(hub: tuple[str, Path], t
             'a file has no "body" (training.dataset_text_field); it has text',
         ),
     ]
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "config.json").write_text("mine")
+    cases += [
+        (["fetch", "org/model", "--into", str(own)], f"{own}: has files of another origin than org/model"),
+        (["fetch", "org/kjv", "--kind", "dataset"], "kjv: has files of another origin than org/kjv"),
+    ]
     for (command, told), (_, error) in zip(cases, run([command for command, _ in cases], hub[0], tmp_path / "home")):
         assert told in str(error), command
         assert len(str(error).splitlines()) == 1, command
     assert not (tmp_path / "into").exists()
+    assert (own / "config.json").read_text() == "mine"
 
 
 def test_a_dataset_of_the_hub_is_streamed_as_its_files_are_tokenized(hub: tuple[str, Path], tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_a_resume_with_another_end_token_is_refused(tmp_path: Path) -> None:
     keys = [how_tokenized(replace(spec, separator=each)).hexdigest() for each in ("auto", "<|end_of_text|>", "none")]
     order, same, other = ({"data_order": data_order(key, None, JobConfig()), "global_batch_size": 8} for key in keys)
     check_data_order(order, same, 8)
-    with pytest.raises(ConfigError, match=r"the data \(text, tokenizer, training\.dataset_separator\) was"):
+    with pytest.raises(ConfigError, match=r"the data \(files, tokenizer, training\.dataset_\*, .*\) was"):
         check_data_order(order, other, 8)
 
 

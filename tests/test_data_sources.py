@@ -10,6 +10,7 @@ import pytest
 from components.config import ROOT, ConfigError, Training, load_config
 from components.data import DataSpec, data_spec, formats, prepare
 from components.data.__main__ import prepare_all
+from components.data.datasets import spec_of as dataset_spec
 from components.data.sources import BadRecord, find_files, read_documents, unread_files
 from tests.caches import caches_in, documents_of, prepared, spec_of
 
@@ -23,6 +24,9 @@ def test_a_path_may_be_a_file_a_folder_or_a_glob(tmp_path: Path) -> None:
     assert find_files(str(folder)) == [folder / name for name in names]
     assert find_files(str(folder / "b.txt")) == [folder / "b.txt"]
     assert find_files(f"{tmp_path}/my data*/*.t*xt") == [folder / "a.text", folder / "b.txt"]
+    assert (
+        find_files(f"{folder}/*.t*xt") == find_files(f"{folder}/**/[ab].t*xt") == [folder / name for name in names[:2]]
+    )
     assert find_files(f"{tmp_path}/**/*.*") == [folder / name for name in names]
     assert find_files(f"{tmp_path}/**/sub/**/*.jsonl") == find_files(f"{tmp_path}/**/sub/**") == [folder / names[2]]
     assert find_files(f"{tmp_path}/**/my*/**/?.t*xt") == [folder / name for name in names[:2]]
@@ -66,6 +70,18 @@ def test_a_path_without_data_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyP
         prepare(spec_of(path, tmp_path / "cache"))
 
 
+def test_a_field_of_files_that_have_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("In the beginning")
+    words = ["--training.dataset_path", str(tmp_path), "--training.dataset_text_field", "body"]
+    with pytest.raises(ConfigError, match=r'training\.dataset_text_field = "body": .* has texts without fields'):
+        prepare_all(load_config(words))
+    (tmp_path / "b.jsonl").write_text('{"body": "God created the heaven"}\n')
+    assert dataset_spec(load_config(words)).text_field == "body"
+    source = ["--training.mixture[1].name", "a", "--training.mixture[1].dataset_path", str(tmp_path / "a.txt")]
+    with pytest.raises(ConfigError, match=r"training\.mixture\[1\]\.dataset_text_field = .*: leave it out"):
+        dataset_spec(load_config([*source, "--training.mixture[1].dataset_text_field", "body"]), source=1)
+
+
 def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Beside texts, files of other formats and shards look like data; what describes data does not."""
     unread = {"b.jsonl.GZ": 300, "d.json": 20, "e.csv": 10, "f/notes.md": 7, "f/wiki.001": 3, "f/wiki_00": 5}
@@ -94,7 +110,7 @@ def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureF
     assert [file.name for file in find_files(f"{tmp_path}/*.csv")] == ["e.csv"]
     (tmp_path / "B.JSONL").write_text('{"text": "b"}\n')
     words = ["--training.dataset_cache", str(tmp_path / ".cache"), "--training.dataset_path", str(tmp_path)]
-    prepare_all(load_config([*words, "--validation.dataset_path", str(tmp_path / "c.Ndjson")]))
+    prepare_all(load_config([*words, "--validation.enable", "--validation.dataset_path", str(tmp_path / "c.Ndjson")]))
     assert capsys.readouterr().err.count("warning: data not read: 6 files, 345 bytes") == 1
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from components.commands.figures import Observation, broken_bars, figures
 from components.config import ConfigError, Model
 from components.state import weights
 from models import MODELS, meta_model
 from models.hugging_face import from_hugging_face
-from tests.figures import Observation, broken_bars, figures
 from tests.harness import observe, rewrite
 
 transformers = pytest.importorskip("transformers")

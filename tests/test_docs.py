@@ -26,7 +26,13 @@ def named(page: Path) -> list[str]:
 def test_every_key_and_link_of_a_page_is_there(page: Path) -> None:
     tables = "|".join(re.escape(table) for table in sorted(TABLES, key=len, reverse=True) if table)
     keys = [match[1] for text in named(page) if (match := re.match(rf"(?:--)?((?:{tables})\.\w+)(?=[ =\]]|$)", text))]
-    files = {"metrics.jsonl", "model.safetensors", *(path.name for path in SOURCES)}
+    files = {
+        "metrics.jsonl",
+        "samples.jsonl",
+        "evaluation.jsonl",
+        "model.safetensors",
+        *(path.name for path in SOURCES),
+    }
     assert [key for key in keys if key not in {*NAMES, *ARRAYS, "checkpoint.no_enable"} | files] == []
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(#[^)\s]*)?\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import train
 from components.commands.dry_run import Meter
-from components.observe.metrics import _flat, _without_nan
+from components.commands.figures import Observation
+from components.observe.metrics import _flat
+from components.observe.rows import without_nan
 from models import MODELS
 from parallelize.groups import gather
 from tests.dynamics import (
@@ -31,7 +33,6 @@ from tests.dynamics import (
     one_process,
     wrong,
 )
-from tests.figures import Observation
 from tests.harness import observe, observe_all, rewrite
 from tests.limits import finish
 from tests.test_train import count_waits, rows, run_train
@@ -196,7 +197,7 @@ def test_a_step_that_is_not_finite_has_no_update() -> None:
     tables = observed.dynamics
     assert set(tables["update_ratio"].values()) == {0.0}
     assert all(math.isnan(norm) for norm in tables["gradient_norm"].values())
-    row = _without_nan({"step": 3, "loss": math.inf, "dynamics": tables})
+    row = without_nan({"step": 3, "loss": math.inf, "dynamics": tables})
     assert row["dynamics"]["gradient_norm"]["norm"] is None
     assert row["dynamics"]["weight_norm"] == tables["weight_norm"]
     assert "NaN" not in json.dumps(row)

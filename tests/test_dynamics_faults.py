@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from components.commands.figures import Observation
 from tests.dynamics import CP, LOCAL, PP, REPLICATE, SHARD, TP, case, one_process, wrong
-from tests.figures import Observation
 from tests.harness import observe_all, rewrite
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from components.config import files
-from components.config.files import make_staging, publish, replaced_of, staging_of
+from components.config.files import grouped, make_staging, publish, replaced_of, staging_of
 
 
 def write(path: Path, text: str) -> Path:
@@ -44,3 +44,9 @@ def test_files_are_durable_before_they_are_published(tmp_path: Path, monkeypatch
     monkeypatch.setattr(files, "sync", lambda each: synced.append((each.name, path.exists())))
     write(path, "text")
     assert synced == [("text", False), (staging_of(path).name, False), (tmp_path.name, True)]
+
+
+def test_items_are_grouped_by_size_in_their_order() -> None:
+    sized = [("a", 3), ("b", 3), ("c", 9), ("d", 1), ("e", 5), ("f", 1)]
+    assert [*grouped(sized, 6)] == [["a", "b"], ["c"], ["d", "e"], ["f"]]
+    assert [*grouped([], 6)] == []

@@ -340,11 +340,19 @@ def test_a_mistake_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     said = "nowhere: no run.json and no config.json: not a dump_folder, and no Hugging Face folder\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
-    for words in (["--top-p", "0"], ["--top-p", "1.1"], ["--temperature", "nan"], ["--tokens", "0"]):
+    wrong = {
+        "--top-p": ("0", "1.1"),
+        "--temperature": ("nan", "1e-320"),
+        "--tokens": ("0", "9" * 20),
+        "--seed": ("9" * 20,),
+    }
+    for words in ([option, value] for option, values in wrong.items() for value in values):
         with pytest.raises(SystemExit) as ended:
             generation.main(["nowhere", "x", *words])
         assert ended.value.code == 2
-        assert f"{words[0]} " in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert f"error: {words[0]} " in said
+        assert ": use " in said
 
 
 @one_family

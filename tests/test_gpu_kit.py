@@ -158,6 +158,8 @@ def test_ranks_share_gpus_only_where_there_are_too_few(monkeypatch: pytest.Monke
     monkeypatch.setenv("NCCL_HOSTID", "")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert groups.init_distributed(60, share_gpus=True) == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert groups.init_distributed(60) == torch.device("cuda", 0), "a rank that sees its own GPU alone"
     assert os.environ["NCCL_HOSTID"] == ""
 
 

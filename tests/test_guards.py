@@ -12,12 +12,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 import train
+from components.commands.figures import Observation, broken_bars
+from components.commands.observed import whole_weights
 from components.launch.exit_codes import ExitCode
 from components.observe import guards
 from components.observe.guards import Spikes
 from parallelize.groups import gather
-from tests.figures import Observation, broken_bars
-from tests.harness import observe, rewrite, whole_weights
+from tests.harness import observe, rewrite
 
 ALONE = ("--parallelism.data_parallel_shard_degree", "1")
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -105,7 +106,7 @@ def hashes(tokens: torch.Tensor, labels: torch.Tensor) -> list[str]:
 
 def test_the_host_reads_a_judgement_one_step_late_and_nothing_is_updated_until_then(tmp_path: Path) -> None:
     """Only steps 5 to 8 are not finite. Without a save at 8 the run ends at 9, whose update is not made any more."""
-    late = ("train", "save_if_due", "run.step % config.interval == 0", "run.step in (2, 4)")
+    late = ("train", "save_if_due", "config.due_at(run.step)", "run.step in (2, 4)")
     observed = diverge(tmp_path, late, last=8)
     ended, left = observed.extra
     assert ended == (ExitCode.NONFINITE, 9, [4], 5)

@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 
 import train
+from components.commands.figures import Observation
 from components.observe.hang import HangWatch, Report, Wait, sentence
 from parallelize.groups import set_timeout
-from tests.figures import Observation
 from tests.harness import Case, observe_all
 from tests.processes import alive
 from tests.test_guards import ALONE

@@ -1,15 +1,19 @@
 """What runs layouts is tested too."""
 
+import math
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+import torch
 
+from components.commands import figures
 from components.config import ROOT
-from tests import figures, harness
+from tests import harness
 from tests.limits import wait_until
 from tests.processes import alive
 
@@ -59,3 +63,21 @@ def test_kept_ranks_end_with_a_process_of_multiprocessing() -> None:
         assert process.exitcode == 0
     finally:
         process.kill()
+
+
+def test_a_tensor_of_zeros_is_compared_beside_all_tensors() -> None:
+    """One process has an exact 0 where a layout has rounding; alone, any number is far from 0."""
+    references = {"queries": torch.zeros(4), "values": torch.full((4,), 0.5)}
+    for size, error in ((1e-11, 2e-11), (1e-3, 2e-3)):
+        values = references | {"queries": torch.full((4,), size)}
+        assert figures.errors(values, references) == {"queries": pytest.approx(error), "values": 0.0}
+    assert figures.errors({"queries": torch.ones(4)}, {"queries": torch.zeros(4)}) == {"queries": math.inf}
+
+
+def test_a_loss_that_is_no_number_is_over_its_bar() -> None:
+    right = figures.Observation({}, {"w": torch.ones(1)}, {"w": torch.ones(1)}, [1.0] * 3, [[1.0] * 3], {}, 0.0)
+    assert figures.broken_bars(right, right) == {}
+    assert [*figures.broken_bars(replace(right, losses=[1.0, math.nan, 1.0]), right)] == ["loss"]
+    wrong = replace(right, norms=[[1.0, math.nan, 1.0]])
+    assert "gradient norm" in figures.broken_bars(wrong, right)
+    assert figures.errors({}, {}) == {}

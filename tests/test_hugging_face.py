@@ -34,9 +34,13 @@ WINDOWS = ["sliding_attention"] * 4
         ({"mlp_bias": True}, "mlp_bias is True there and False here"),
         (
             {"layer_types": WINDOWS},
-            f"layer_types = {WINDOWS}: not available; only every n-th layer can differ from the others",
+            f"layer_types = {WINDOWS}: not available, as in transformers' model of this family",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "rope_type = dynamic: not available"),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "mscale_all_dim = 1.0 beside rope_type = linear: not available",
+        ),
         ({"hidden_act": "mish"}, "hidden_act = mish: not available"),
         ({"hidden_act": "gelu"}, "hidden_act is gelu there and silu here"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: not available"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.config import ConfigError, Lora, Model, Optimizer, load_config, to_dict
 from components.optim.optimizer import build_optimizer
 from components.state.folder import chosen_model
@@ -15,7 +16,6 @@ from components.state.init import initialize_weights
 from models import MODELS, meta_model
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.small import SMALL
 

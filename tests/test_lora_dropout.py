@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from components.commands.figures import Observation, broken_bars
 from components.config import Lora, Model
 from components.data.order import token_keys
 from models import meta_model
 from models.lora import AdaptedLinear
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 
 RATE = 0.25

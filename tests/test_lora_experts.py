@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.commands.figures import broken_bars
 from components.config import Lora, Model
 from components.state.init import initialize_weights
 from models import MODELS, grouped, meta_model
 from models.parameters import is_adapter
-from tests.figures import broken_bars
 from tests.harness import observe, rewrite
 
 LORA = ("--lora.rank", "4", "--lora.alpha", "8")

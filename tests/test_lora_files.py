@@ -9,19 +9,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from components.commands.figures import broken_bars
+from components.commands.generate import build, open_source
+from components.commands.observed import whole_weights
 from components.commands.start import check_initial_weights
 from components.config import ConfigError, Model, load_config, to_dict
 from components.config.files import read_json, write_json
 from components.state.__main__ import main
 from components.state.adapters import check_adapters, export_adapters, merge
-from components.state.base import hash_of_base, load_run
+from components.state.base import hash_of_base, load_run, precisions
 from components.state.checkpoint import Checkpointer
 from components.state.weights import export
 from models import meta_model
 from models.parameters import is_adapter
 from parallelize.groups import gather
-from tests.figures import broken_bars
-from tests.harness import observe, whole_weights
+from tests.harness import observe
 from tests.small import RECIPE, SMALL
 
 ADAPTED = ("--lora.rank", "4", "--checkpoint.enable", "true")
@@ -83,6 +85,12 @@ def test_a_resume_with_another_base_is_refused(tmp_path: Path) -> None:
         observe(*ADAPTED, "--debug.seed", "1", steps=1, folder=str(tmp_path))
 
 
+def test_a_resume_of_a_whole_model_with_adapters_is_refused(tmp_path: Path) -> None:
+    observe("--checkpoint.enable", "true", steps=1, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"all weights were trained, and lora.rank trains adapters: use another"):
+        observe(*ADAPTED, steps=2, folder=str(tmp_path))
+
+
 def test_a_resume_with_another_scale_is_refused(tmp_path: Path) -> None:
     """Export, merge and generation take it from the newest start: of all checkpoints there."""
     observe(*ADAPTED, steps=1, folder=str(tmp_path))
@@ -105,7 +113,7 @@ def test_a_base_is_the_checkpoint_of_another_run(tmp_path: Path) -> None:
 def loaded(run: train.Run, config: dict[str, Any], checkpoint: Path) -> float:
     """The largest difference of a run's weights from those that load_run gives."""
     model = meta_model(run.config.model, run.config.training.dtype).to_empty(device="cpu")
-    load_run(model, config, checkpoint)
+    load_run(model, config, checkpoint, precisions(model))
     weights = dict(run.stages[0].named_parameters())
     return max((each - weights[name]).abs().max().item() for name, each in model.named_parameters())
 
@@ -261,14 +269,21 @@ def test_adapters_that_compute_something_else_are_refused(tmp_path: Path) -> Non
             check_adapters(model, config.model.lora, path)
 
 
-def merged_onto_another(run: train.Run, folder: Path) -> None:
+def used_with_another(run: train.Run, folder: Path) -> None:
+    """Merge adapters onto another base than their own, then generate with it."""
     config = to_dict(run.config)
-    merge(config | {"debug": config["debug"] | {"seed": 1}}, folder / "step-1", folder / "merged", torch.float32)
+    other = config | {"debug": config["debug"] | {"seed": 1}}
+    with pytest.raises(ConfigError, match="trained on another base"):
+        merge(other, folder / "step-1", folder / "merged", torch.float32)
+    (folder / "checkpoint").mkdir()
+    (folder / "step-1").rename(folder / "checkpoint" / "step-1")
+    write_json(folder / "run.json", {"config": other})
+    with pytest.raises(ConfigError, match="trained on another base"):
+        build(open_source(folder, None), run.device, torch.float32)
 
 
-def test_adapters_are_not_merged_onto_another_base(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="trained on another base"):
-        observe(*ADAPTED, steps=1, folder=str(tmp_path), at_end=partial(merged_onto_another, folder=tmp_path))
+def test_adapters_are_not_used_with_another_base(tmp_path: Path) -> None:
+    observe(*ADAPTED, steps=1, folder=str(tmp_path), at_end=partial(used_with_another, folder=tmp_path))
 
 
 def as_folder(run: train.Run, path: Path) -> None:

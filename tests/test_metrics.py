@@ -114,6 +114,17 @@ def test_a_folder_of_no_run_is_told(made: bool, tmp_path: Path, capsys: pytest.C
     assert f"{folder / 'metrics.jsonl'}: no rows" in capsys.readouterr().err
 
 
+def test_a_page_replaces_nothing_but_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = '{"step": 1, "loss": 2.0, "time": 0}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    for _ in range(2):
+        assert main(["report", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "metrics.jsonl")]) == 2
+    assert "no page; name another one" in capsys.readouterr().err
+    assert (tmp_path / "metrics.jsonl").read_text() == rows
+
+
 def test_bad_bytes_and_torn_lines_do_not_block_a_resume(tmp_path: Path) -> None:
     lines = [
         b'{"step": 1, "loss": 2.0}',
@@ -136,11 +147,11 @@ def test_a_row_that_finds_no_space_is_said_once_and_the_run_goes_on(
 ) -> None:
     metrics = metrics_of(tmp_path)
     metrics.resume(0, 0)
-    whole, metrics.rows = metrics.rows, Path("/dev/full")
+    whole, metrics.rows.path = metrics.rows.path, Path("/dev/full")
     for step in (1, 2):
         metrics.log_validation(step, 1.0, 5)
     assert capsys.readouterr().err == "step 1: rows are lost: /dev/full: No space left on device\n"
-    metrics.rows = whole
+    metrics.rows.path = whole
     whole.write_text('{"step": 1, "valid')  # what a full disk leaves
     metrics.log_validation(3, 1.0, 5)
     metrics.log_validation(4, 1.0, 5)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.config import ROOT, ConfigError, absolute_tables, from_json, load_config, to_json
 from components.config.bounds import integer_weights
 from components.data.datasets import mixtures
@@ -27,7 +28,6 @@ from components.observe.report import read_rows
 from models import loss
 from tests import limits
 from tests.chats import said, save
-from tests.figures import Observation, broken_bars
 from tests.harness import observe
 from tests.jobs import job, refused
 from tests.small import MIXTURE

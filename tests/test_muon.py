@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import train
+from components.commands.figures import broken_bars
 from components.optim import muon
 from components.optim.muon import Muon, orthogonalise, share_out
 from components.optim.optimizer import AdamW
 from parallelize.groups import gather
-from tests.figures import broken_bars
 from tests.harness import observe
 from tests.test_collectives import count_traffic, parameter_bytes
 

@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import train
+from components.commands.figures import Observation, broken_bars
+from components.commands.observed import whole_weights
 from components.config import ConfigError, Lora, Model, load_config
 from components.state.init import initialize_weights
 from components.state.packed import to_fill
@@ -24,8 +26,7 @@ from models.nf4 import _LEVELS, linear, pack, packed_shape, scales_of, unpack
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.sharding import own_slice
-from tests.figures import Observation, broken_bars
-from tests.harness import observe, rewrite, whole_weights
+from tests.harness import observe, rewrite
 from tests.ranks import group_of_one
 from tests.small import SMALL
 

@@ -6,15 +6,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.config import ConfigError, load_config
 from components.data import TokenCache, loader
 from models import objective
+from models.layers import Head
 from models.objective import OBJECTIVES, Objective, Terms
 from parallelize.rules import check_model
-from tests.figures import Observation, broken_bars
+from parallelize.tensor import gathered_softmax, vocabulary_parallel_softmax
 from tests.harness import observe
 
 DEGREES = "--parallelism.{}_parallel_degree"
@@ -53,6 +57,56 @@ def plant_weighted() -> None:
         (positions[:, None] * 37 + np.arange(sequences.seq_len) * 11) % 1000
     )
     loader.DIVISORS["halves"] = lambda sequences, numbers: sequences.count_valid(numbers) // 2
+
+
+def compared_with_torch(run: train.Run) -> list[float]:
+    """Relative errors of the loss with both terms, of its gradients, and of the loss without them."""
+    mesh, generator, vocabulary = run.mesh["tp"], torch.Generator().manual_seed(0), 18
+    hidden = torch.randn(24, 16, generator=generator, requires_grad=True)
+    weights = torch.randn(vocabulary, 16, generator=generator, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (24,), generator=generator)
+    labels[::5] = -100
+    logits = hidden @ weights.T
+    squares = (logits.logsumexp(1).square() * (labels != -100)).sum()
+    of_labels = functools.partial(F.cross_entropy, logits, labels, reduction="sum")
+    both = of_labels(label_smoothing=0.2) + 0.01 * squares
+    expected = [both, *torch.autograd.grad(both, (hidden, weights)), of_labels()]
+    given = objective.objective_of("next_token", (), 0.01, 0.2)
+    shares = F.pad(weights.detach(), (0, 0, 0, -vocabulary % mesh.size())).chunk(mesh.size())
+    rows = shares[mesh.get_local_rank()].requires_grad_()
+    head = Head(16, vocabulary)
+    head.objective = given
+    if mesh.size() > 1:
+        split = vocabulary_parallel_softmax if run.config.parallelism.loss_parallel else gathered_softmax
+        head.softmax = functools.partial(split, mesh=mesh, vocabulary=vocabulary)
+    loss = head.loss(hidden[None], rows, labels[None], {})
+    of_hidden, of_rows = torch.autograd.grad(loss, (hidden, rows))
+    dist.all_reduce(of_hidden, group=mesh.get_group())
+    all_rows = [torch.empty_like(of_rows) for _ in range(mesh.size())]
+    dist.all_gather(all_rows, of_rows, group=mesh.get_group())
+    plain, head.logged = head.logged, None
+    assert plain is not None
+    with torch.no_grad():
+        validated = head.loss(hidden[None], rows, labels[None], {})
+    found = [loss, of_hidden, torch.cat(all_rows)[:vocabulary], plain]
+    assert validated == plain == head.logged, "a validation has neither term"
+    return [((got - want).norm() / want.norm()).item() for got, want in zip(found, expected, strict=True)]
+
+
+@pytest.mark.parametrize(("ranks", "split"), [(1, "true"), (2, "true"), (4, "true"), (4, "false")])
+def test_terms_are_those_of_torch(ranks: int, split: str) -> None:
+    """z-loss and label smoothing, with a vocabulary that four ranks cannot share evenly."""
+    layout = ("--parallelism.tensor_parallel_degree", str(ranks), "--parallelism.loss_parallel", split)
+    words = (*layout, "--model.flavor", "many_heads")
+    assert max(observe(*words, ranks=ranks, steps=0, at_end=compared_with_torch).extra) < 1e-6
+
+
+def test_terms_of_a_mixture_are_left_out_of_a_validation_of_its_sources() -> None:
+    given = objective.objective_of("next_token", ("a", "b"), 0.01)
+    numbers = torch.tensor([[2.0], [3.0]]), torch.ones(2, 1)
+    with_terms, without = (each.terms(*numbers, sources=torch.tensor([[0], [1]])) for each in (given, given.validated))
+    assert (with_terms.loss - without.loss).flatten().tolist() == pytest.approx([0.04, 0.09])
+    assert [len(torch.cat(list(each.logged), 1)[0]) for each in (with_terms, without)] == [len(given.logged)] * 2
 
 
 def logged(run: train.Run) -> dict[str, float]:

@@ -9,8 +9,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from components.commands.figures import Observation, figures
 from models.llama import FLAVORS
-from tests.figures import Observation, figures
 from tests.harness import observe, rewrite
 from tests.test_memory import LONG, count_activations
 from tests.test_parallelize_data import UNEVEN_LABELS

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import train
+from components.commands.figures import broken_bars, figures
 from parallelize.sharding import local_part
-from tests.figures import broken_bars, figures
 from tests.harness import observe, rewrite
 from tests.test_memory import LONG
 from tests.test_parallelize_activation import FULL, LAYOUTS

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import train
+from components.commands.figures import Observation, broken_bars, figures
 from components.observe.describe import introduce
-from tests.figures import Observation, broken_bars, figures
 from tests.harness import observe, rewrite
 
 REPLICATE = "--parallelism.data_parallel_replicate_degree"

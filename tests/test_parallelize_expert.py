@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from components.commands.figures import Observation, broken_bars, figures
 from models import MODELS
 from models.moe import Router
-from tests.figures import Observation, broken_bars, figures
 from tests.harness import observe, rewrite
 from tests.test_collectives import count_traffic
 from tests.test_weights import export

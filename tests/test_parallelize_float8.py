@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import train
+from components.commands.figures import Observation, figures
 from components.config import ConfigError, load_config
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_device, warnings
-from tests.figures import Observation, figures
 from tests.harness import observe
 from tests.test_parallelize_activation import FULL, LAYOUTS
 from tests.test_parallelize_compile import TRACED

@@ -8,11 +8,11 @@ import torch
 
 import train
 from components.commands.dry_run import Meter
+from components.commands.figures import Observation, broken_bars
 from models.llama import FLAVORS
 from parallelize.parts import _Earlier, _PartCore, cut_into_parts
 from parallelize.tables import order_of_parts, simulate
 from parallelize.timeline import actions, idle, most_alive
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import train
-from tests.figures import Observation, broken_bars
+from components.commands.figures import Observation, broken_bars
+from models.layers import FeedForward
 from tests.harness import Case, observe, observe_all, rewrite
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process
 
@@ -75,6 +76,38 @@ def test_neighbouring_ranks_may_be_one_pipeline() -> None:
     layout = (*PP2, "--parallelism.pipeline_first", "true", "--parallelism.data_parallel_replicate_degree", "2")
     observed = observe(*SIX_LAYERS, *layout, "--training.local_batch_size", "12", ranks=4, valid_labels=UNEVEN_LABELS)
     assert not broken_bars(observed, one())
+
+
+def test_a_single_micro_batch_of_a_split_backward_is_reduced_in_one_precision() -> None:
+    """Its weights' gradients come after FSDP's sum, but for those of the rank's other stage: an error of FSDP."""
+    words = (*SIX_LAYERS, "--training.mixed_precision_param", "bfloat16")
+    split = (*PP2[:2], "--parallelism.pipeline_parallel_microbatch_size", "24", SCHEDULE, "ZBVZeroBubble")
+    whole, observed = observe(*words, steps=1), observe(*words, *split, ranks=2, steps=1)
+    for name, gradient in whole.gradients.items():
+        assert ((observed.gradients[name] - gradient).norm() / gradient.norm()).item() < 3e-2, name
+
+
+def count_forwards() -> None:
+    forward, counted = FeedForward.forward, vars(torch)
+    counted["forwards"] = 0
+
+    def count(layer: FeedForward, x: Tensor) -> Tensor:
+        counted["forwards"] += 1
+        return forward(layer, x)
+
+    FeedForward.forward = count  # type: ignore[method-assign, assignment]
+
+
+def forwards(run: train.Run) -> int:
+    return int(vars(torch)["forwards"])
+
+
+def test_a_split_backward_recomputes_a_layer_once_for_all_weights() -> None:
+    """torch computes gradients of weights one after another, and each would recompute the layer."""
+    split = (*PP2[:2], "--parallelism.pipeline_parallel_microbatch_size", "24", SCHEDULE, "ZBVZeroBubble")
+    words = (*SIX_LAYERS, *split, "--activation_checkpoint.mode", "full")
+    options: dict[str, Any] = {"ranks": 2, "steps": 1, "mutate": count_forwards, "at_end": forwards}
+    assert observe(*words, **options).extra <= 6, "three layers on this rank, forward and once more"
 
 
 def rank_of_stage(run: train.Run) -> Tensor:
@@ -169,7 +202,7 @@ TIED_FAULTS = {
     "each end has its own gradient": ("parallelize.pipeline", "Pipeline.forward_backward", "if last:", "if False:"),
     "ends swap gradients": (
         "parallelize.pipeline",
-        "Pipeline._add_up_tied",
+        "Pipeline._add_up_tables",
         "own[0].add_(received",
         "own[0].copy_(received",
     ),

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from components.commands.figures import broken_bars
 from components.config import ConfigError, load_config
 from parallelize.mesh import resolve_degrees
 from parallelize.rules import check_layout
 from parallelize.tables import Order, read_table, written
 from parallelize.timeline import actions
-from tests.figures import broken_bars
 from tests.harness import observe
 from tests.small import RECIPE, SMALL
 from tests.test_parallelize_data import UNEVEN_LABELS, one_process

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.config import Model, Optimizer
 from components.optim.muon import Muon
 from components.optim.optimizer import build_optimizer, state_bytes
@@ -20,7 +21,6 @@ from models.parameters import HEAD, MATRIX, NORM, Role, find_kind
 from parallelize.groups import gather
 from parallelize.sharding import describe_memory
 from tests.benchmarks.loss import chunked
-from tests.figures import Observation, broken_bars
 from tests.harness import observe
 
 FROZEN = {
@@ -165,6 +165,15 @@ def test_a_parameter_without_a_kind_and_a_pattern_without_a_parameter_are_errors
         meta_model(Model(name="llama", flavor="debug")).kind("layers.0.router.weight")
     with pytest.raises(ValueError, match=r"\[.layers\.9.\]: no parameter"), torch.device("meta"):
         Llama(replace(FLAVORS["debug"], frozen=("layers.0", "layers.9")))
+    everything = ("tok_embeddings", "layers", "norm", "output")
+    with pytest.raises(ValueError, match="no parameter would be trained"), torch.device("meta"):
+        Llama(replace(FLAVORS["debug"], frozen=everything))
+
+
+def test_a_resume_with_other_frozen_weights_is_refused(tmp_path: Path) -> None:
+    observe("--checkpoint.enable", "true", steps=1, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"is of another model: frozen = \[\] there and"):
+        observe("--checkpoint.enable", "true", "--model.sizes.frozen", '["norm"]', steps=2, folder=str(tmp_path))
 
 
 def test_frozen_costs_a_third_less_and_what_is_tied_counts_once() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import train
+from components.commands.figures import broken_bars, figures
 from components.config import ROOT
-from tests.figures import broken_bars, figures
 from tests.harness import observe, rewrite
 from tests.test_parallelize_data import LAYOUTS, UNEVEN_LABELS, local_batch, one_process
 

@@ -163,7 +163,7 @@ def test_the_hub_is_asked_before_a_run(
         assert "\n" not in message
     else:
         check_upload(config)
-        assert upload(Job([], config, Settings.__new__(Settings))) == told
+        assert upload(Job(config, Settings.__new__(Settings))) == told
     assert {path.name for path in (models / "org").iterdir()} == {"open", "shut"}
 
 
@@ -191,7 +191,7 @@ def test_a_hub_that_is_down_is_a_warning_and_a_cross(
     assert said.startswith("warning: org/model: the hub cannot be reached: ")
     assert said.count("\n") == 1
     with pytest.raises(ConfigError, match=r'checkpoint.hf_repo = "org/model": org/model: the hub cannot be reached'):
-        upload(Job([], config, Settings.__new__(Settings)))
+        upload(Job(config, Settings.__new__(Settings)))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE forbids the upload"):
         check_upload(config)

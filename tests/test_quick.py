@@ -41,7 +41,7 @@ def costs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collected(*items: Item, turn: str = "") -> list[Item]:
-    options: Any = types.SimpleNamespace(option=types.SimpleNamespace(turn=turn))
+    options: Any = types.SimpleNamespace(option=types.SimpleNamespace(turn=turn, plants=False))
     chosen: Any = [*items]
     conftest.pytest_collection_modifyitems(options, chosen)
     return chosen

@@ -61,7 +61,7 @@ FLIPS = {
 
 def flip_and_compare(label: str, run: train.Run) -> tuple[str, list]:
     """What is said, after nothing was said of the run as it is."""
-    replicas = Replicas(2, run.stages, run.optimizer, run.mesh, run.device)
+    replicas = Replicas(2, run.stages, run.optimizer, run.mesh, run.device, run.averages.kept)
     replicas.check(2, saving=False)
     if dist.get_rank() == 1:
         tensor = next(tensor for name, _, tensor in replicas._held() if name.endswith(label))

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import train
+from components.commands.figures import figures
+from components.commands.observed import whole_tensors, whole_weights
 from components.config import load_config
 from components.optim import optimizer as optimizers
 from components.optim.counter_hash import chunks
@@ -18,8 +20,7 @@ from components.optim.rounding import Kept, RandomBits, new_moment, to_bfloat16
 from components.state import init
 from models.random_bits import key_of
 from parallelize.sharding import local_part
-from tests.figures import figures
-from tests.harness import observe, whole_tensors, whole_weights
+from tests.harness import observe
 
 WEIGHTS, STATE = ("--training.dtype", "bfloat16"), "--optimizer.state_dtype"
 KINDS: dict[str, tuple[str, ...]] = {
@@ -288,6 +289,23 @@ def test_weights_start_from_a_checkpoint_of_another_precision(tmp_path: Path) ->
     start = ("--checkpoint.initial_load_path", str(tmp_path / "one"))
     found = observe(*words, *start, *WEIGHTS, steps=0, folder=str(tmp_path / "two")).weights
     assert not differing(found, {name: weight.bfloat16() for name, weight in saved.items()})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--optimizer.name", "Muon"), "keep optimizer.name and state_dtype, or set checkpoint.exclude"),
+        (("--optimizer.state_dtype", "int8"), "keep optimizer.name and state_dtype, or set checkpoint.exclude"),
+        (("--training.dtype", "bfloat16", "--training.mixed_precision_param", "bfloat16"), "keep training.dtype, or"),
+    ],
+)
+def test_a_resume_of_another_optimizer_or_precision_is_one_sentence(
+    words: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    observe("--checkpoint.enable", "true", steps=1, folder=str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"step-1 does not fit this run: .*, and \d+ others: ") as refused:
+        observe("--checkpoint.enable", "true", *words, steps=2, folder=str(tmp_path))
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "Muon, float32"])

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from components.commands.figures import broken_bars
 from components.config import ROOT, ConfigError, JobConfig, Rule, broken_rules, load, load_config
 from components.config.contradictions import CONTRADICTIONS
 from components.config.optimizer import OPTIMIZER_KEYS
@@ -19,7 +20,6 @@ from parallelize.mesh import resolve_degrees
 from parallelize.rules import RULES, check_layout, check_model, warnings
 from parallelize.rules.device import DEVICE_RULES, Device
 from tests import refused
-from tests.figures import broken_bars
 from tests.harness import observe
 from tests.jobs import refused as messages
 from tests.refused import BFLOAT16, CASES, LACKING, LOCAL, PP, REDUCE, SCHEDULE, SHARD, SPLITS, Refused

@@ -80,3 +80,36 @@ def test_bfloat16_without_instructions_for_it_is_warned_of(supported: bool, monk
     assert warnings(dry, resolve_degrees(dry, 1), 1, on_cpu=True) == []
     config = config_of("--training.mixed_precision_param", "float32")
     assert warnings(config, resolve_degrees(config, 1), 1, on_cpu=True) == []
+
+
+@pytest.mark.parametrize(
+    ("hip", "kind", "line"),
+    [
+        (None, None, None),
+        (None, "cuda", None),
+        ("7.1", "cuda", "ROCm 7.1: nothing has been run on AMD GPUs"),
+        (None, "mps", "the mps device is not used; the run computes on the CPU"),
+        (None, "xpu", "the xpu device is not used"),
+    ],
+)
+def test_the_start_says_what_is_unproven(
+    hip: str | None, kind: str | None, line: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch of other machines, pretended: this is all of them that is tested."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: kind == "cuda")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: kind is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    config = config_of("--training.mixed_precision_param", "float32")
+    found = warnings(config, resolve_degrees(config, 1), 1, on_cpu=kind != "cuda")
+    assert len(found) == (line is not None)
+    assert not line or found[0].startswith(line)
+    dry = config_of("--comm.mode", "fake_backend")
+    assert warnings(dry, resolve_degrees(dry, 1), 1, on_cpu=True) == []
+
+
+def test_a_torch_without_onednn_is_asked_for_nothing_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)  # macOS
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
+    config = config_of("--training.mixed_precision_param", "bfloat16")
+    assert "no instructions for it" in warnings(config, resolve_degrees(config, 1), 1, on_cpu=True)[0]

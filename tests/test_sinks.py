@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from components.commands.figures import Observation, broken_bars
 from components.config import Compile, Parallelism
 from components.state.init import initialize_weights
 from models import MODELS, flex, steps
 from models.attention import AttentionCore, Visible
 from models.steps import AttentionInSteps, Own, one_step
 from parallelize.compile import apply_compile
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.test_attention import SEEN
 

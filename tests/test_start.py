@@ -359,3 +359,18 @@ def test_ranks_train_the_job_that_the_launcher_has_resolved(monkeypatch: pytest.
     rank.run(given[0])
     title = f"--job.config_file {tmp_path / 'job.toml'} --job.dump_folder {tmp_path}"
     assert seen == [f"{sys.executable} {train.__file__} {title}", (train.main, config)]
+
+
+@pytest.mark.parametrize(("handles", "code"), [(True, 7), (False, 143)])
+def test_sigterm_is_passed_on_to_a_command_in_its_own_process(tmp_path: Path, handles: bool, code: int) -> None:
+    """Its end is waited for, and its code is the launcher's."""
+    lines = ["import signal, sys, time", "def main(argv):", '    print("ready", flush=True)', "    time.sleep(20)"]
+    handler = "    signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))"
+    (tmp_path / "waits.py").write_text("\n".join([*lines[:2], *[handler] * handles, *lines[2:]]), encoding="utf-8")
+    call = "import sys; from components.commands.start import run_alone; sys.exit(run_alone('waits', [], {}))"
+    variables = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    with subprocess.Popen([sys.executable, "-c", call], env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "ready\n"
+        process.terminate()
+        assert process.wait(15) == code

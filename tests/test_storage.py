@@ -283,11 +283,12 @@ def test_sources_and_validation_are_copied_too(tmp_path: Path) -> None:
     mixture = [f"--training.mixture[{n}].{key}" for n in (1, 2) for key in ("name", "dataset_path")]
     values = ["a", str(tmp_path), "b", f"{url}/*.txt"]
     words = [word for pair in zip(mixture, values, strict=True) for word in pair]
-    words += ["--validation.enable", "--validation.dataset_path", f"{url}/sub"]
+    words += ["--validation.enable", "--validation.dataset_path", f"{url}/sub", "--validation.text_path", f"{url}/sub"]
     job = localize(load_config([*words, "--training.dataset_cache", str(tmp_path / "cache")]))
     assert job.training.mixture[0].dataset_path == str(tmp_path)
     assert Path(job.training.mixture[1].dataset_path or "").is_relative_to(tmp_path / "cache/remote")
     assert job.validation.dataset_path
+    assert job.validation.text_path == job.validation.dataset_path
     assert [file.name for file in Path(job.validation.dataset_path).iterdir()] == ["two.txt"]
 
 
@@ -773,7 +774,7 @@ def _save_while_node_1_is_slow(nodes: list[Path], url: str) -> None:
 def checked(*words: str) -> check.Job:
     argv = [*SMALL, *words]
     config = load_config(argv)
-    return check.Job(argv, config, read_settings(config, {"NGPU": "1"}))
+    return check.Job(config, read_settings(config, {"NGPU": "1"}))
 
 
 def test_check_tries_the_store(server: Server, tmp_path: Path) -> None:

@@ -368,6 +368,11 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str | None, str]] = {
         None,
         r"a\.arrow: cannot be read as Arrow",
     ),
+    "an .arrow torn between batches": (
+        _all(_arrow(input_ids=ROW), lambda folder: _cut("a.arrow", (folder / "a.arrow").stat().st_size - 8)(folder)),
+        None,
+        r"a\.arrow: an IPC stream without its end",
+    ),
     "no Arrow": (lambda folder: (folder / "a.arrow").write_bytes(b"x"), None, r"a\.arrow: cannot be read as Arrow"),
     "a column of texts": (_arrow(text=["a"]), None, r'a\.arrow: no column "input_ids"; it has text'),
     "texts in the column": (_arrow(input_ids=["a"]), None, r'column "input_ids" is string; expected lists of integers'),
@@ -459,7 +464,8 @@ def test_an_id_that_the_tokenizer_or_the_model_lacks(tmp_path: Path) -> None:
         ConfigError, match=r"1\.bin: token 123 has the id 4,095, but .* has a table of 4095; .*grows it"
     ):
         build_datasets(config, 4095)
-    config = load_config([*job(tmp_path / "a")[:-1], "--validation.dataset_path", str(tmp_path / "a")])
+    beside = ["--validation.enable", "--validation.dataset_path", str(tmp_path / "a")]
+    config = load_config([*job(tmp_path / "a")[:-1], *beside])
     with pytest.raises(ConfigError, match=r"1\.bin: token 123 has the id 4,095"):
         _own_validation(config, 4095)
     tokens[123] = 4096

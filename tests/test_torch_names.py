@@ -115,13 +115,13 @@ def test_a_name_that_the_table_lacks_is_found(line: str, name: str) -> None:
 
 
 def test_nothing_private_is_imported_before_the_check() -> None:
-    """But by the dry run, which is a program of its own."""
+    """But by the dry run, which is a program of its own, and by the planner, which is imported where it is asked."""
     for module, source in OURS.items():
         first = "\n".join(
             ast.unparse(node) for node in ast.parse(source).body if isinstance(node, ast.Import | ast.ImportFrom)
         )
         found = [name for name in private_names(first, set()) if name.startswith("torch.")]
-        assert not found or module == "components.commands.dry_run", (module, found)
+        assert not found or module in ("components.commands.dry_run", "parallelize.plan.layer"), (module, found)
 
 
 CP, PP = "--parallelism.context_parallel_degree", "--parallelism.pipeline_parallel_degree"

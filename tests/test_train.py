@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from components.commands.figures import broken_bars
 from components.config import ROOT, ConfigError
 from parallelize.groups import gather, set_timeout
-from parallelize.together import together
-from tests.figures import broken_bars
+from parallelize.together import from_first, together
 from tests.harness import observe, rewrite
 from tests.limits import finish, run, wait_until
 from tests.small import RECIPE
@@ -78,6 +78,7 @@ def ask_rank_0(run: train.Run) -> list[tuple[int, str]]:
         raise ConfigError(f"rank {dist.get_rank()} knows no such dataset")
 
     got = together(dist.get_rank, first_only=True)[0]
+    assert from_first(dist.get_rank) == 0
     try:
         together(refuse, first_only=True)
     except ConfigError as error:

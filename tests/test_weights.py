@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import train
+from components.commands.figures import Observation, broken_bars
 from components.commands.start import check_initial_weights
 from components.config import ConfigError, Model, load_config, to_dict
 from components.state import checkpoint, weights
@@ -28,7 +29,6 @@ from models import MODELS, meta_model, sizes
 from models.moe import MixtureConfig
 from parallelize.groups import gather
 from parallelize.sharding import own_slice
-from tests.figures import Observation, broken_bars
 from tests.harness import observe, rewrite
 from tests.hub_uploads import taking_uploads
 from tests.small import RECIPE, SMALL
@@ -80,7 +80,7 @@ def tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def export(run: train.Run, checkpoint: Path, target: Path) -> list[str]:
-    weights._FILE_BYTES = 100_000
+    weights.FILE_BYTES = 100_000
     model = meta_model(run.config.model)
     try:
         weights.export(model, checkpoint, target, "assets/tokenizer", torch.bfloat16)

@@ -63,7 +63,10 @@ class Experts(nn.Module):
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
-    def hf_ignores(self, there: str) -> bool:
+    def hf_copies(self, name: str) -> list[str]:
+        return []
+
+    def hf_ignores(self, there: str, mtp_layers: int = 0) -> bool:
         return False
 
     def hf_config(self) -> dict[str, Any]:
@@ -120,7 +123,7 @@ def there_and_back(case: Any, device: torch.device, source: Path, folder: Path, 
         where = tuple(slice(first, first + size) for first, size in zip(offset, local.shape, strict=True))
         assert local.equal(right[name].float()[where]), name
     Checkpointer(run, Checkpoint(), [model], torch.optim.SGD(model.parameters())).save(7, {}, model_only=True)
-    weights._FILE_BYTES = 30_000
+    weights.FILE_BYTES = 30_000
     with torch.device("meta"):
         whole = Experts()
     weights.export(whole, run / "step-7", run / "exported", "assets/tokenizer", torch.bfloat16)

@@ -14,11 +14,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
+from components.commands import sweep_report
+from components.commands.sweep import parse_grid
 from components.config import load_config
 from components.data.loader import IGNORED, batch_of
 from components.data.show import rows_of
+from components.observe.report import Panel, curve_panels, draw, points, read_rows
 from models import MODELS
 from models.config import TransformerConfig
+from parallelize.layouts import Layout
+from parallelize.mesh import Degrees
+from parallelize.plan.devices import find_device
+from parallelize.plan.page import pictures
+from parallelize.plan.search import Planner
+from tests.benchmarks import mup, sweep
 
 RANKS = ("#2f6fb5", "#e08a1e", "#3f9a5b", "#8e5aa8")
 """A colour for each rank."""
@@ -316,13 +325,116 @@ def draw_chat_rows(shown: int = 6) -> Figure:
     return figure
 
 
+def draw_averages() -> Figure:
+    """Validation loss of a run with a warm-up-stable-decay schedule: of the weights, and of their moving average."""
+    rows = [json.loads(line) for line in Path(__file__).with_name("averages.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    lines = {"validation_loss": ("weights", RANKS[0]), "validation_loss_ema": ("moving average, decay 0.98", RANKS[1])}
+    for key, (name, colour) in lines.items():
+        axes.plot([row["step"] for row in rows], [row[key] for row in rows], colour, marker=".", label=name)
+    axes.axvspan(240, 300, color=GREY, alpha=0.2, linewidth=0, label="decay of the learning rate")
+    axes.set(xlabel="step", ylabel="validation loss, nats a token", xlim=(0, 300), ylim=(3.8, 5.2))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_distill(kept: int = 4) -> Figure:
+    """A teacher's probabilities of next tokens: all of them, and the kept ones with one class for the others."""
+    figure, axes = canvas(10, 3.6)
+    rng = np.random.default_rng(0)
+    teacher, student = (np.exp(np.sort(rng.normal(0, 1.4, 24))[::-1] + rng.normal(0, noise, 24)) for noise in (0, 0.5))
+    teacher, student = teacher / teacher.sum(), student / student.sum()
+    base, height, width = 3.0, 6.0, 0.17
+
+    def bar(x: float, share: float, colour: str, wide: float = width) -> None:
+        axes.add_patch(Rectangle((x, base - height * share), wide, height * share, facecolor=colour, linewidth=0))
+
+    for place, share in enumerate(teacher):
+        bar(0.3 + 0.19 * place, share, RANKS[0] if place < kept else "#c9d7ea")
+    text(axes, 2.5, 3.25, "the teacher's probabilities of all tokens", size=11)
+    arrow(axes, (4.95, 1.9), (5.5, 1.9))
+    for place in range(kept + 1):
+        x = 5.8 + 0.8 * place
+        for number, (shares, colours) in enumerate(
+            ((teacher, (RANKS[0], "#c9d7ea")), (student, (RANKS[1], "#f4dcc0")))
+        ):
+            share = shares[place] if place < kept else shares[kept:].sum()
+            bar(x + 0.31 * number, share, colours[place == kept], 0.29)
+        text(axes, x + 0.3, 3.25, "all others" if place == kept else f"token {place + 1}", size=11)
+    for number, words in enumerate(("teacher", "student")):
+        axes.add_patch(Rectangle((5.8 + 1.4 * number, 0.25), 0.3, 0.2, facecolor=RANKS[number], linewidth=0))
+        text(axes, 6.2 + 1.4 * number, 0.35, words, ha="left", size=11)
+    return figure
+
+
+def draw_distilled() -> Figure:
+    """Validation losses of the runs of docs/distill.md with and without a teacher, by step: a line for each seed."""
+    rows = [json.loads(line) for line in Path(__file__).with_name("distilled.jsonl").read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
+    for number, run in enumerate(dict.fromkeys(row["run"] for row in rows)):
+        for seed in sorted({row["seed"] for row in rows}):
+            own = [row for row in rows if (row["run"], row["seed"]) == (run, seed)]
+            steps, losses = ([row[key] for row in own] for key in ("step", "validation_loss"))
+            axes.plot(steps, losses, RANKS[1 - number], marker=".", label=run if seed == 0 else None)
+    axes.set(xlabel="step", ylabel="validation loss, nats a token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def draw_preference() -> None:
+    """Held-out pairs and rewards in the run of recipes/llama_debug_dpo.toml, whose rows preference.jsonl has."""
+    rows = read_rows(Path(__file__).with_name("preference.jsonl"))
+    accuracy = {"held-out pairs": points(rows, "validation_reward_accuracy")}
+    rewards = {
+        f"{name} pairs": points(rows, key)
+        for name, key in (("training", "reward_margin"), ("held-out", "validation_reward_margin"))
+    }
+    logp = {side: points(rows, f"validation_logp_{side}") for side in ("chosen", "rejected")}
+    losses = {"training pairs": points(rows, "loss"), "held-out pairs": points(rows, "validation_loss")}
+    text = {"a book beside the pairs": points(rows, "validation_text_loss")}
+    panels = [
+        Panel("reward accuracy", "share of pairs", accuracy, named=True),
+        Panel("reward margin", "chosen - rejected", rewards),
+        Panel("log-probability of held-out completions", "nats", logp),
+        Panel("drift from the reference", "nats", {"training pairs": points(rows, "reference_drift")}, named=True),
+        Panel("loss of pairs", "nats a pair", losses),
+        Panel("loss of text", "nats a token", text, named=True),
+    ]
+    draw(panels, Path(__file__).with_name("preference.png"))
+
+
+def draw_plan() -> None:
+    """The schedule of Llama 3.1 70B on 64 H100, as `--png` of the planner draws it."""
+    layout = Layout(Degrees(pp=4, dp_shard=2, tp=8))
+    words = ["--training.global_batch_size", "16", "--training.local_batch_size", "8"]
+    words += ["--parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"]
+    job = load_config(["--job.config_file", "recipes/llama70b.toml", *words])
+    planner = Planner(job, layout.degrees.world_size, find_device("h100-80g"))
+    schedule = pictures(planner.plan(layout.given_to(job), layout.degrees), planner)["schedule"]
+    draw([schedule], Path(__file__).with_name("plan.png"), 1)
+
+
+def draw_sweep() -> None:
+    """The report of the sweep of tests/benchmarks/sweep.py."""
+    results, rows = sweep.read()
+    panels = sweep_report.panels(results, parse_grid(sweep.GRID))
+    draw([*panels, *sweep_report.losses_of(curve_panels(rows))], Path(__file__).with_name("sweep.png"))
+
+
 def main() -> None:
     """Write the figures beside this file."""
     plt.rcParams["font.family"] = ["DejaVu Sans"]
     figures = {"tensor_parallel": draw_tensor_parallel(), "context_parallel": draw_context_parallel()}
-    figures |= {"chat_rows": draw_chat_rows()}
+    figures |= {"chat_rows": draw_chat_rows(), "averages": draw_averages(), "distill": draw_distill()}
+    figures["distilled"] = draw_distilled()
     for name, figure in figures.items():
         figure.savefig(Path(__file__).with_name(f"{name}.png"), dpi=100, facecolor="white")
+    draw_plan()
+    draw_preference()
+    draw_sweep()
+    mup.figures()
     described = {"Description": json.dumps(visible_rows())}
     draw_visible().savefig(Path(__file__).with_name("visible.png"), dpi=100, facecolor="white", metadata=described)
 

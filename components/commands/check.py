@@ -20,26 +20,37 @@ from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
 
-from components.commands.start import check_devices, check_folders, check_initial_weights, output_folders, with_recipe
-from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path
+from components.commands.start import (
+    check_devices,
+    check_evaluation,
+    check_folders,
+    check_initial_weights,
+    check_prompts,
+    output_folders,
+    with_recipe,
+)
+from components.config import ROOT, ConfigError, JobConfig, load_config, mistake, python_path, to_json
 from components.config.bounds import is_url
 from components.config.files import writable
-from components.data.cache import is_made
-from components.data.datasets import mixtures, of_source, source_numbers, spec_of
+from components.data.cache import DataSpec, is_made
+from components.data.datasets import mixtures, of_source, open_datasets, source_numbers, sources_of, spec_of, text_spec
 from components.data.hub import hub_place, is_of_hub
 from components.data.remote import list_data, remote_data
 from components.data.sources import BadRecord, Unread, is_compressed
 from components.data.store import Store, within
 from components.data.stream import check_stream, is_stream
+from components.data.teacher import command
 from components.data.tokenizer import check_tokenizer, try_tokenizer, with_rows
 from components.launch.exit_codes import ExitCode
 from components.launch.settings import Settings, gpus, read_settings, with_variables
-from components.observe.trackers import check_wandb
+from components.observe.trackers import check_trackers, enabled
+from components.optim.averages import average_bytes
 from components.optim.optimizer import state_bytes
 from components.state.folder import steps_in
 from components.state.push import check_push
 from models import meta_model, sizes
 from parallelize.mesh import global_batch_size, resolve_degrees
+from parallelize.plan.auto import filled
 from parallelize.rules import check_layout, warnings
 from parallelize.rules.chosen import resolved
 
@@ -51,8 +62,8 @@ _APART_SECONDS = 60
 class Job:
     """The job under check: its configuration, already found valid, and the settings that would start its ranks."""
 
-    def __init__(self, argv: list[str], config: JobConfig, settings: Settings) -> None:
-        self.argv, self.config, self.settings = argv, config, settings
+    def __init__(self, config: JobConfig, settings: Settings) -> None:
+        self.config, self.settings = config, settings
         self.dump = Path(config.job.dump_folder).absolute()
         self.checkpoints = self.dump / config.checkpoint.folder
 
@@ -79,9 +90,11 @@ def folders(job: Job) -> str:
 
 
 def tracking(job: Job) -> str:
-    """Weights & Biases has a key, and takes its settings."""
-    check_wandb(job.config)
-    return "Weights & Biases takes its settings" if job.config.metrics.enable_wandb else "metrics.jsonl"
+    """Trackers are installed, and take their settings; prompts and tasks can be used."""
+    check_trackers(job.config)
+    check_prompts(job.config)
+    check_evaluation(job.config)
+    return ", ".join(["metrics.jsonl", *(kind.title for kind in enabled(job.config).values())])
 
 
 def tokenizer(job: Job) -> str:
@@ -100,7 +113,9 @@ def data(job: Job) -> str:
     remote = remote_data(job.config)
     said = [_in_store(job, key, *given) for key, given in remote.items()]
     own = validation.dataset_path if validation.enable else None
-    said += [_own(job, own)] if own and not is_url(own) else []
+    said += [_own(job, spec_of(job.config, own))] if own and not is_url(own) else []
+    text = text_spec(job.config)
+    said += [_own(job, text)] if text and not is_url(text.path) else []
     if is_stream(training) and not is_url(training.dataset_path):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
@@ -132,13 +147,13 @@ def _in_store(job: Job, key: str, url: str, endings: Collection[str]) -> str:
     return "; ".join([f"the start copies {len(listed.files):,} files, {listed.size / _GIB:.3f} GiB of {url}", *left])
 
 
-def _own(job: Job, path: str | None = None, source: int = 0) -> str:
-    """About the data of spec_of."""
+def _own(job: Job, beside: DataSpec | None = None, source: int = 0) -> str:
+    """About the training data of a source, or about the data of a validation."""
     training = job.config.training
-    if path is None and is_of_hub(of_source(training, source)):
+    if beside is None and is_of_hub(of_source(training, source)):
         place, part, revision = hub_place(job.config, source)
         return f"the start downloads {place} ({part or 'default'}) at {revision}"
-    spec = spec_of(job.config, path, source)
+    spec = beside or spec_of(job.config, source=source)
     files, left = spec.files(), _not_read(spec.unread())
     for file in files:
         for document in islice(spec.documents(file), 1):
@@ -151,7 +166,7 @@ def _own(job: Job, path: str | None = None, source: int = 0) -> str:
         raise ConfigError(mistake(job.config, "training.dataset_cache", reason))
     said = f"{len(files):,} files, {size / _GIB:.3f} GiB in {spec.path}, tokens in {spec.cache_folder}"
     # A token has at least one byte. The bytes in a compressed file are not known before the file is read.
-    known = path is None and not any(is_compressed(file) for file in files)
+    known = beside is None and not any(is_compressed(file) for file in files)
     if known and size < training.seq_len:
         raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
     if known and not source and size < batch * training.seq_len:
@@ -164,6 +179,21 @@ def _not_read(left: Unread | None) -> list[str]:
     if left and left.is_most:
         raise ConfigError(f"most of the data is {left}")
     return [str(left)] if left else []
+
+
+def teacher(job: Job) -> str:
+    """The teacher's rows of all data are there."""
+    if not job.config.distill.alpha:
+        return "none asked for"
+    numbers = source_numbers(job.config.training)
+    hub = any(is_of_hub(of_source(job.config.training, number)) for number in numbers)
+    if hub or remote_data(job.config):
+        return "its rows are looked up once the data are here"
+    specs = [spec_of(job.config, source=number) for number in numbers]
+    if not all(is_made(spec, spec.files()) for spec in specs):
+        raise ConfigError(mistake(job.config, "distill.alpha", f"no data are taught yet: {command(job.config)}"))
+    trained, _ = open_datasets(job.config, sizes(job.config.model).vocab_size)
+    return "; ".join(str(each.teacher) for each in sources_of(trained))
 
 
 def initial_weights(job: Job) -> str:
@@ -219,6 +249,7 @@ def disk(job: Job) -> str:
     model = meta_model(job.config.model, job.config.training.dtype)
     kept = [each for each in model.parameters() if each.requires_grad or not model.adapted]
     size = sum(each.nbytes for each in kept) + state_bytes([model], job.config.optimizer)
+    size += average_bytes([model], job.config.averages.ema_decay)
     free = shutil.disk_usage(_nearest(job.checkpoints)).free
     more = checkpoint.keep_latest_k - len(steps_in(job.checkpoints)) + 1
     said = f"{free / _GIB:,.1f} GiB are free, a checkpoint takes {size / _GIB:,.1f} GiB"
@@ -230,8 +261,7 @@ def disk(job: Job) -> str:
 
 def memory(job: Job) -> str:
     """The memory that rank 0 needs in a dry run fits its device."""
-    command = [sys.executable, "-P", "-m", "components.commands.dry_run", "--json", *job.argv]
-    command += ["--comm.mode", "fake_backend"]
+    command = [sys.executable, "-P", "-m", "components.commands.dry_run", "--json", to_json(job.config)]
     numbers = {"RANK": "0", "WORLD_SIZE": str(job.settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
     environment = {**os.environ, **numbers, "PYTHONPATH": python_path()}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -265,6 +295,8 @@ def port(job: Job) -> str:
     """RDZV_ENDPOINT has a free port of this node, or its host name resolves to the address of another node."""
     if not job.settings.endpoint:
         return "one node takes a port that is free"
+    if job.settings.joined:
+        return f"the launcher of these ranks has {job.settings.endpoint}"
     host, _, number = job.settings.endpoint.rpartition(":")
     try:
         (family, kind, _, _, address), *_ = socket.getaddrinfo(host.strip("[]"), int(number), type=socket.SOCK_STREAM)
@@ -302,6 +334,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "tracking": tracking,
     "tokenizer": tokenizer,
     "data": data,
+    "teacher": teacher,
     "initial weights": initial_weights,
     "storage": storage,
     "upload": upload,
@@ -311,7 +344,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "clock": clock,
 }
 """The checks after the check of the configuration, in their order. Each returns its finding, or raises ConfigError."""
-NEEDS = {"tokenizer": "layout", "data": "layout", "initial weights": "layout", "disk": "layout", "memory": "layout"}
+NEEDS = dict.fromkeys(("tokenizer", "data", "initial weights", "disk", "memory"), "layout") | {"teacher": "data"}
 """Check -> the check that it needs."""
 
 
@@ -326,7 +359,8 @@ def main(argv: list[str]) -> int:
     try:
         argv = with_recipe(with_variables(argv, os.environ))
         config = resolved(with_rows(load_config(argv)))
-        job = Job(argv, config, read_settings(config, os.environ))
+        settings = read_settings(config, os.environ)
+        job = Job(filled(config, settings.world_size, settings.nodes, bool(gpus())), settings)
         print(f"✓ {'configuration':16} {len(config.origins)} keys are set", flush=True)
     except ConfigError as error:
         print(f"✗ {'configuration':16} " + f"\n{'':19}".join(error.messages))

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import train
-from components.config import JobConfig, load_config
+from components.config import JobConfig, from_json, load_config
 from components.data.tokenizer import with_rows
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
@@ -39,6 +39,7 @@ from components.state.init import give_memory
 from models import loss, meta_model
 from parallelize import expert, parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
+from parallelize.plan.auto import filled
 from parallelize.rules import check_layout
 from parallelize.rules.chosen import resolved
 
@@ -181,6 +182,9 @@ class NoData:
     def count_valid(self, numbers: np.ndarray) -> int:
         return len(numbers) * self.seq_len
 
+    def count_pairs(self, numbers: np.ndarray) -> int:
+        return len(numbers)
+
 
 @dataclass
 class _Pause:
@@ -234,6 +238,10 @@ def rehearse(config: JobConfig) -> tuple[train.Run, Meter]:
         names = ["tokens", "labels", "positions", *(["document_ids"] if training.masks_documents else [])]
         names += [*run.objective.columns, *(["dropout_keys"] if config.model.lora.dropout else [])]
         batch = {name: torch.zeros(training.local_batch_size, training.seq_len, dtype=torch.int64) for name in names}
+        if run.objective.temperature:
+            shape = *batch["tokens"].shape, config.distill.top
+            batch["teacher_ids"] = torch.zeros(shape, dtype=torch.int32)
+            batch["teacher_log_probabilities"] = torch.zeros(shape)
         train.train_step(run, itertools.repeat(batch), train.divisor(run))
     return run, meter
 
@@ -250,6 +258,7 @@ def held(run: train.Run, meter: Meter) -> dict[str, int]:
         "weights": weights,
         "gradients": gradients,
         "optimizer state": staged_bytes(run.optimizer) if on_host else moments,
+        **({"average of the weights": _bytes(run.averages.kept.values())} if run.averages.kept else {}),
         "activations, gathered weights, buffers": max(0, meter.peak_before_update - weights - gradients),
     }
     kept[HIGHEST] = sum(kept.values())
@@ -288,8 +297,16 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """One rank's dry run, printed, or as a line of JSON with --json; returns its exit code."""
-    config = resolved(with_rows(load_config([word for word in argv if word != "--json"])))
+    """One rank's dry run, printed, or as a line of JSON with --json; returns its exit code.
+
+    argv: the usual words, or a resolved job as JSON.
+    """
+    words = [word for word in argv if word != "--json"]
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if words and words[0].startswith("{"):
+        config = from_json(words[0])
+    else:
+        config = filled(resolved(with_rows(load_config(words))), ranks, 1, on_gpu=True)
     found = dry_run(config)
     if "--json" in argv:
         print(json.dumps(asdict(found) | {"highest": found.memory[HIGHEST]}))

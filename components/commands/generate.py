@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from components.config import Chat, ConfigError, JobConfig, Parallelism, Training
-from components.config.bounds import local_path, path_argument
+from components.config.bounds import LARGEST, local_path, path_argument
 from components.config.files import read_json_as
 from components.data.chats import Chats
 from components.data.template import BadChat
 from components.data.tokenizer import Tokenizer, fitting_tokenizer, passed_over
 from components.launch.exit_codes import ExitCode
-from components.state.base import load_run
-from components.state.folder import chat_of, chosen_model, find_checkpoint, separator_of
+from components.state.adapters import open_run
+from components.state.base import load_run, precisions
+from components.state.folder import chat_of, chosen_model, separator_of
 from components.state.weights import check_weights, left_out, load_weights
 from models import MODELS, meta_model, of_hugging_face
 from models.attention import KERNELS, AttentionCore, Visible
@@ -37,7 +38,6 @@ from models.moe import Router
 from parallelize import parallelize_model
 from parallelize.groups import init_distributed
 from parallelize.mesh import Degrees, Mesh
-from parallelize.rules import check_model
 from parallelize.rules.sizes import uneven
 
 _CHUNK_TOKENS = 512  # of a prompt in one forward, because the head computes logits for every token
@@ -73,12 +73,11 @@ def open_source(folder: Path, step: int | None, tokenizer: str | None = None) ->
 
 
 def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> Source:
-    config, checkpoint = find_checkpoint(folder, step)
+    config, checkpoint = open_run(folder, step)
     chosen = chosen_model(config)
-    check_model(JobConfig(model=chosen))
-    load = partial(load_run, config=config, checkpoint=checkpoint)
-    said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     model = meta_model(chosen, config["training"]["dtype"])
+    load = partial(load_run, config=config, checkpoint=checkpoint, of_run=precisions(model))
+    said = f"{chosen.name} {chosen.flavor} from {checkpoint}"
     path = tokenizer or config["model"]["hf_assets_path"]
     return Source(chosen.name, model, path, said, load, separator_of(config), chat_of(config))
 
@@ -286,8 +285,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws, the same for each prompt (0)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="float32 on CPU, else bfloat16")
     options = parser.parse_intermixed_args(argv)
-    if not (options.tokens >= 1 and options.temperature >= 0 and 0 < options.top_p <= 1):
-        parser.error("--tokens is at least 1, --temperature not below 0, --top-p above 0 and at most 1")
+    for name, fits, allowed in (
+        ("tokens", 1 <= options.tokens <= LARGEST, f"1 to {LARGEST:,}"),
+        ("temperature", options.temperature == 0 or 1e-6 <= options.temperature < math.inf, "0, or 1e-6 or more"),
+        ("top_p", 0 < options.top_p <= 1, "a number above 0 and at most 1"),
+        ("seed", 0 <= options.seed < 2**64, "0 to 2^64 - 1"),
+    ):
+        if not fits:
+            parser.error(f"--{name.replace('_', '-')} {getattr(options, name)}: use {allowed}")
     if not options.prompts and not options.chat:
         parser.error("a prompt is missing")
     if options.system and not options.chat:

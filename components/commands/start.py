@@ -10,6 +10,7 @@ import functools
 import gc
 import io
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from components.config import (
     EXPORTS,
@@ -32,19 +33,23 @@ from components.config import (
 )
 from components.config.files import writable
 from components.config.tables import Phase, Source, Training
-from components.data.tokenizer import with_rows
+from components.data.tokenizer import try_tokenizer, with_rows
 from components.launch.exit_codes import ExitCode
+from components.launch.joining import rank_variables, starter, watch_starter
 from components.launch.locks import RUN_LOCK, free_lock_of_dead
-from components.launch.process import preload
+from components.launch.process import preload, set_variables
 from components.launch.settings import Settings, gpus, read_settings, with_variables, wrong
-from components.observe.trackers import check_wandb
+from components.observe.trackers import check_trackers, enabled
 from parallelize.mesh import resolve_degrees
+from parallelize.plan.auto import filled
 from parallelize.rules import check_device, check_layout, warnings
 from parallelize.rules.chosen import resolved
 
 DEFAULT_RECIPE = ROOT / "recipes/llama_debug.toml"
 RANK = "components.launch.rank:run"
 """The function that each rank runs, as "module:function"."""
+GPUS = "MESHWRIGHT_GPUS"
+"""Environment variable: how many GPUs this machine has, for a proof, from which they are hidden."""
 
 _HELP = """\
 Trains what the TOML job file FILE describes (recipes/llama_debug.toml if none is given). Every key of a job file
@@ -52,6 +57,8 @@ can be given on the command line too, and overrides the file: --training.steps 1
 
   --check   starts nothing: lists what can be known before a run, from the configuration to memory and disk, and
             exits with 0 or 2
+  --prove   trains nothing: runs a small job of the same layout on this machine's CPU beside one process, and exits
+            with 0 for the same run, 1 for another one, which is explained, or 2 (docs/prove.md)
 
 environment variables
   NGPU            ranks on this node; if unset all GPUs, without GPUs what the layout needs, else 2
@@ -65,6 +72,9 @@ environment variables
   OMP_NUM_THREADS            threads of a rank; cores / ranks if unset
   PYTHON                     the Python to use; found or made (.venv) if unset
   CONFIG_FILE, COMM_MODE     as --job.config_file and --comm.mode, which win over these
+
+Started by torchrun, accelerate launch or srun as one of several tasks on a node, it becomes a rank of theirs, and
+does not read the first six variables (docs/launch_anywhere.md).
 
 exit codes
   0  done
@@ -80,33 +90,49 @@ exit codes
 
 
 def main(argv: list[str]) -> int:
-    """Check, prepare the data that ranks share, then run train.py on each rank; returns an ExitCode."""
+    """Check, prepare the data that ranks share, then run train.py on each rank; returns an ExitCode.
+
+    Does not return in a process that another launcher has started as a rank: the process becomes this rank.
+    """
     if {"-h", "--help"} & set(argv):
         print_help()
         return ExitCode.DONE
     if "--check" in argv:
         return run_alone("components.commands.check", [word for word in argv if word != "--check"], {})
     try:
+        if "--prove" in argv:
+            if rank_variables(os.environ):
+                raise ConfigError(f"--prove starts ranks of its own: start it without {starter(os.environ)}")
+            variables = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", GPUS: str(gpus())}
+            return run_alone("components.commands.prove", [word for word in argv if word != "--prove"], variables)
         argv = with_recipe(with_variables(argv, os.environ))
         config, settings = check_job(argv, os.environ)
-        if config.comm.mode != "fake_backend":
+        if settings.joined:
+            set_variables(settings.threads)
+        elif config.comm.mode != "fake_backend":
             # The fork server imports torch while this process imports it too, for the model's sizes.
             preload([RANK.partition(":")[0]], settings.threads)
         gc.disable()  # imports make a million objects, but no garbage
         config = check_layout_and_weights(config, settings)
         degrees = resolve_degrees(config, settings.world_size)
         on_cpu = config.comm.mode != "fake_backend" and not gpus()
-        for warning in warnings(config, degrees, settings.ranks, on_cpu):
+        rank = rank_variables(os.environ)
+        quiet = rank.get("RANK", "0") != "0"  # rank 0 prints the same warnings
+        for warning in () if quiet else warnings(config, degrees, settings.ranks, on_cpu):
             print(f"warning: {warning}", file=sys.stderr)
         if config.comm.mode == "fake_backend":
-            return run_dry(settings, argv)
+            return run_dry(settings, config)
         from components.data.__main__ import prepare_all
         from components.launch.signals import end_at_signals
 
         end_at_signals("before ranks were started")
         gc.freeze()
         gc.enable()
-        config = prepare_all(config)
+        with contextlib.redirect_stderr(io.StringIO()) if quiet else contextlib.nullcontext():
+            config = prepare_all(config)
+        if rank:
+            os.environ |= rank | watch_starter(settings.shutdown_seconds)
+            pkgutil.resolve_name(RANK)([to_json(config)])
         return start(config, settings, RANK, [to_json(config)])
     except ConfigError as error:
         print(*error.messages, sep="\n", file=sys.stderr)
@@ -132,13 +158,37 @@ def check_job(argv: list[str], environment: Mapping[str, str]) -> tuple[JobConfi
     """The part of check that needs no model. Without GPUs it does not import torch."""
     config = load_config(argv)
     settings = read_settings(config, environment)
-    resolve_degrees(config, settings.world_size)
+    if settings.joined and config.comm.mode == "fake_backend":
+        reason = f"a dry run needs no ranks: start it without {starter(environment)}"
+        raise ConfigError(mistake(config, "comm.mode", reason))
+    if not config.parallelism.auto:
+        resolve_degrees(config, settings.world_size)
     if config.comm.mode != "fake_backend":
         check_devices(config, settings, environment)
         check_folders(config)
-        check_wandb(config)
+        check_trackers(config)
+        check_prompts(config)
+        check_evaluation(config)
         check_upload(config)
     return config, settings
+
+
+def check_prompts(config: JobConfig) -> None:
+    """Raises ConfigError if a prompt of samples.prompts cannot be used."""
+    if not config.samples.prompts:
+        return
+    try_tokenizer(config.model.hf_assets_path, config.training.dataset_separator)
+    from components.observe.samples import read_prompts
+
+    read_prompts(config)
+
+
+def check_evaluation(config: JobConfig) -> None:
+    """Raises ConfigError if a task of evaluation.tasks cannot be used."""
+    if config.evaluation.tasks:
+        from components.observe import evaluation
+
+        evaluation.check_evaluation(config)
 
 
 def check_upload(config: JobConfig) -> None:
@@ -154,8 +204,9 @@ def check_upload(config: JobConfig) -> None:
 
 
 def check_layout_and_weights(config: JobConfig, settings: Settings) -> JobConfig:
-    """The rest of check; returns the job with its model resolved."""
-    config = resolved(with_rows(config))
+    """The rest of check; returns the job with its model resolved and its layout filled in."""
+    on_gpu = config.comm.mode == "fake_backend" or bool(gpus())
+    config = filled(resolved(with_rows(config)), settings.world_size, settings.nodes, on_gpu)
     check_layout(config, resolve_degrees(config, settings.world_size))
     if config.comm.mode != "fake_backend":
         check_initial_weights(config)
@@ -171,7 +222,8 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
     if config.comm.share_gpus and settings.nodes > 1:
         reason = f"ranks share the GPUs of one node alone, not of NNODES={settings.nodes}; use false"
         raise ConfigError(mistake(config, "comm.share_gpus", reason))
-    if 0 < gpus() < settings.ranks and not config.comm.share_gpus:
+    own_gpu = settings.joined and gpus() == 1  # srun and others may show each rank its own GPU alone
+    if 0 < gpus() < settings.ranks and not config.comm.share_gpus and not own_gpu:
         hint += "; --comm.share_gpus lets ranks share them, slowly"
         raise ConfigError(wrong(environment, "NGPU", f"this node has {gpus()} GPUs; {hint}"))
     check_device(config, (9, 0) if gpus() else None)
@@ -193,7 +245,7 @@ def check_initial_weights(config: JobConfig) -> None:
     grown = asked and not config.model.lora.rank  # adapters would never train the new rows
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
         return
-    from components.state.weights import check_weights, rows_of
+    from components.state.weights import Folder, check_weights, new_layers, rows_of
     from models import meta_model
 
     path, wanted = Path(checkpoint.initial_load_path), config.model
@@ -215,24 +267,39 @@ def check_initial_weights(config: JobConfig) -> None:
     if "checkpoint.initial_load_new_rows" in config.origins and rows_of(model, path) >= model.config.vocab_size:
         reason = "the folder has all rows of model.sizes.vocab_size: leave it out"
         raise ConfigError(mistake(config, "checkpoint.initial_load_new_rows", reason))
+    if config.model.lora.rank and new_layers(model, Folder(path)):
+        raise ConfigError(
+            mistake(config, "model.sizes.mtp_layers", f"{path} lacks layers: adapters would never train them")
+        )
     if quantized != checkpoint.initial_load_in_hf_quantized:
         has = "has FP8 or MXFP4 weights; true widens them" if quantized else "has no FP8 or MXFP4 weights; use false"
         raise ConfigError(mistake(config, "checkpoint.initial_load_in_hf_quantized", f"{path} {has}"))
 
 
-def run_dry(settings: Settings, argv: list[str]) -> int:
+def run_dry(settings: Settings, config: JobConfig) -> int:
     """A dry run (comm.mode = "fake_backend") of each rank that LOG_RANK names, one after another."""
     for rank in sorted(range(settings.world_size) if settings.shown is None else settings.shown):
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "CUDA_VISIBLE_DEVICES": ""}
-        if code := run_alone("components.commands.dry_run", argv, numbers):
+        if code := run_alone("components.commands.dry_run", [to_json(config)], numbers):
             return code
     return ExitCode.DONE
 
 
-def run_alone(module: str, argv: list[str], variables: Mapping[str, str]) -> int:
-    """The exit code of a module in a process of its own."""
-    command = [sys.executable, "-P", "-m", module, *argv]
-    return subprocess.run(command, env={**os.environ, **variables, "PYTHONPATH": python_path()}).returncode
+def run_alone(module: str, argv: list[str], variables: Mapping[str, str], output: IO[str] | None = None) -> int:
+    """The exit code of a module's main in a process of its own. output: a file for what it prints."""
+    # Not `-m`: processes that spawn starts would import the module too, and torch with it.
+    run = f"import sys; from {module} import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-P", "-c", run, *argv]
+    environment = {**os.environ, **variables, "PYTHONPATH": python_path()}
+    with subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process:
+        kept = [
+            signal.signal(signal.SIGINT, signal.SIG_IGN),  # Ctrl-C reaches the process too, which ends by it
+            signal.signal(signal.SIGTERM, lambda number, frame: process.terminate()),
+        ]
+        code = process.wait()
+    for number, handler in zip((signal.SIGINT, signal.SIGTERM), kept, strict=True):
+        signal.signal(number, handler)
+    return code if code >= 0 else 128 - code
 
 
 def start(config: JobConfig, settings: Settings, main: str, argv: list[str]) -> int:
@@ -266,7 +333,7 @@ def output_folders(config: JobConfig) -> dict[str, Path]:
         "checkpoint.folder": (checkpoint.enable and not checkpoint.load_only, checkpoint.folder),
         "checkpoint.last_save_in_hf": (checkpoint.enable and checkpoint.last_save_in_hf, EXPORTS),
         "metrics.save_tb_folder": (config.metrics.enable_tensorboard, config.metrics.save_tb_folder),
-        "metrics.enable_wandb": (config.metrics.enable_wandb, "wandb"),
+        **{key: (bool(kind.folder), kind.folder) for key, kind in enabled(config).items()},
         "profiling.save_traces_folder": (profiling.enable_profiling, profiling.save_traces_folder),
         "profiling.save_memory_snapshot_folder": (
             profiling.enable_memory_snapshot,

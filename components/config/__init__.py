@@ -5,6 +5,7 @@ from components.config.keys import ConfigError
 from components.config.load import (
     ROOT,
     absolute_tables,
+    by_key,
     from_json,
     here_or_in_repository,
     load_config,

@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from components.config.bounds import LARGEST, PathError, integer_weights, local_path
-from components.config.optimizer import OPTIMIZER_KEYS
+from components.config.optimizer import OPTIMIZER_KEYS, Role
 from components.config.rule import Rule, value_of
-from components.config.tables import Chat, JobConfig, Source
+from components.config.tables import Chat, Evaluation, JobConfig, Preference, Samples, Source, Validation
 
 EXPORTS = "hugging_face"
 """Folder inside job.dump_folder to which checkpoint.last_save_in_hf writes."""
@@ -18,6 +18,7 @@ _OR_FOLDER = ", or model.flavor = a folder"
 _FLOAT8 = "quantize.linear.float8"
 _NOT_LOADED = "needs checkpoint.enable = true: without, no checkpoint of the run is loaded"
 _TEXTLESS = {
+    "preference": "records are pairs of chats; chat.messages_field names the field of prompts",
     "chat": "records are chats; chat.messages_field names the field of messages",
     "tokens": "token files have no texts: leave it out",
 }
@@ -28,6 +29,15 @@ def _optimizer_misfit(job: JobConfig, key: str) -> str | bool:
     name = job.optimizer.name
     given = f"optimizer.{key}" in job.origins and key not in OPTIMIZER_KEYS[name]
     return given and f'optimizer.name = "{name}" has no such setting'
+
+
+def _mup_misfit(job: JobConfig) -> str | bool:
+    table = job.optimizer
+    roles = [value for each in fields(table) if isinstance(value := getattr(table, each.name), Role)]
+    decays = [table.weight_decay if role.weight_decay is None else role.weight_decay for role in roles]
+    through_gradients = bool(table.mup_base) and table.name == "Adam" and any(decays)
+    remedy = 'use optimizer.name = "AdamW", or optimizer.weight_decay = 0'
+    return through_gradients and f"Adam decays through the gradient, whose size depends on the width: {remedy}"
 
 
 def _dtype_misfit(job: JobConfig) -> str | bool:
@@ -44,7 +54,14 @@ def _implementation_misfit(job: JobConfig) -> str | bool:
 
 def _batch_misfit(job: JobConfig) -> str | bool:
     size, local = job.training.global_batch_size, job.training.local_batch_size
-    return size != -1 and size % local != 0 and f"not a multiple of training.local_batch_size = {local}"
+    free = job.parallelism.auto and "training.local_batch_size" not in job.origins
+    return size != -1 and size % local != 0 and not free and f"not a multiple of training.local_batch_size = {local}"
+
+
+def _auto_misfit(job: JobConfig) -> str | bool:
+    if job.parallelism.auto and job.training.global_batch_size == -1:
+        return "training.global_batch_size is unset, so that each layout would be another run; set it"
+    return job.parallelism.auto and job.comm.share_gpus and "plans have a GPU for each rank: leave comm.share_gpus out"
 
 
 def _tokens_misfit(job: JobConfig, key: str) -> str | bool:
@@ -91,6 +108,14 @@ def _folder_misfit(job: JobConfig, key: str) -> str | bool:
     return False
 
 
+def _remote_misfit(job: JobConfig) -> str | bool:
+    """Refuses a store inside the dump folder, whose checkpoints would be its copies."""
+    url = job.checkpoint.remote
+    copies, own = (Path(os.path.realpath(path)) for path in (url.removeprefix("file://"), job.job.dump_folder))
+    inside = url.startswith("file://") and copies.is_relative_to(own)
+    return inside and f"use a folder outside of job.dump_folder = {own}"
+
+
 def _mixture_misfit(job: JobConfig) -> str | bool:
     """Refuses a mixture beside another dataset, wrong sources, and a mixture without any weight."""
     names = [source.name for source in job.training.mixture]
@@ -98,6 +123,8 @@ def _mixture_misfit(job: JobConfig) -> str | bool:
         return False
     if job.training.dataset_path:
         return "the sources have paths of their own: leave training.dataset_path out"
+    if _formats(job) & {"preference"}:
+        return "rows of pairs are no source: leave the mixture out, and set training.dataset_path"
     if job.training.dataset_streaming:
         return "shares need the size of each source, and a stream has none: leave training.dataset_streaming out"
     for source in job.training.mixture:
@@ -173,7 +200,64 @@ def _phases_misfit(job: JobConfig) -> str | bool:
     return False
 
 
+def _streams(job: JobConfig) -> bool:
+    """Whether the training data are a stream."""
+    training = job.training
+    local = training.dataset_path or training.mixture or training.dataset == "kjv"
+    return training.dataset_streaming or not (local or training.dataset_format == "chat")
+
+
 CONTRADICTIONS = [
+    *(
+        Rule(
+            f"distill.{key}",
+            lambda job, key=key: (
+                f"distill.{key}" in job.origins
+                and "distill.alpha" not in job.origins
+                and "needs distill.alpha; 0 says that there is no teacher"
+            ),
+        )
+        for key in ("temperature", "top", "teacher_path")
+    ),
+    Rule(
+        "distill.alpha",
+        lambda job: (
+            job.distill.alpha > 0
+            and _streams(job)
+            and "a teacher's rows belong to numbered sequences, and a stream has none: use training.dataset_path, and "
+            "leave training.dataset_streaming out"
+        ),
+    ),
+    Rule(
+        "training.label_smoothing",
+        lambda job: (
+            job.distill.alpha > 0
+            and job.training.label_smoothing > 0
+            and "the teacher's probabilities take the place of smoothed labels: use 0, or distill.alpha = 0"
+        ),
+    ),
+    Rule(
+        "distill.alpha",
+        lambda job: (
+            job.distill.alpha > 0
+            and job.mtp_layers > 0
+            and "a teacher's rows are of the next token alone: use model.sizes.mtp_layers = 0"
+        ),
+    ),
+    *(
+        Rule(
+            key,
+            lambda job, asked=asked: (
+                asked(job)
+                and job.training.dataset_format == "preference"
+                and "preference.loss is what pairs minimise: use 0"
+            ),
+        )
+        for key, asked in (
+            ("distill.alpha", lambda job: job.distill.alpha > 0),
+            ("model.sizes", lambda job: job.mtp_layers > 0),
+        )
+    ),
     Rule("training.mixture", _mixture_misfit),
     Rule("training.mixture_temperature", _temperature_misfit),
     Rule("training.mixture_phase", _phases_misfit),
@@ -183,6 +267,15 @@ CONTRADICTIONS = [
     ),
     Rule("training.dtype", _dtype_misfit),
     Rule("optimizer.implementation", _implementation_misfit),
+    Rule("optimizer.mup_base", _mup_misfit),
+    Rule(
+        "optimizer.mup_base",
+        lambda job: (
+            bool(job.optimizer.mup_base)
+            and job.model.lora.rank > 0
+            and "adapters have the width of lora.rank, and the matrices beside them are frozen: leave it out"
+        ),
+    ),
     Rule(
         "optimizer.state_offload",
         lambda job: (
@@ -220,6 +313,11 @@ CONTRADICTIONS = [
         ),
     ),
     *(Rule(f"{key}.seq_len", partial(_tokens_misfit, key=key)) for key in ("training", "validation")),
+    Rule("parallelism.auto", _auto_misfit),
+    Rule(
+        "parallelism.auto_device",
+        lambda job: bool(job.parallelism.auto_device) and not job.parallelism.auto and "needs parallelism.auto = true",
+    ),
     Rule(
         "parallelism.data_parallel_replicate_degree",
         lambda job: (
@@ -287,6 +385,25 @@ CONTRADICTIONS = [
         )
         for key in ("alpha", "target_modules", "use_rslora", "dropout", "base", "initial_load_path")
     ),
+    *(
+        Rule(
+            f"optimizer.adapter.{each.name}",
+            lambda job, key=f"optimizer.adapter.{each.name}": (
+                key in job.origins
+                and "model.lora.rank" not in job.origins
+                and "needs lora.rank of 1 or more; 0 says that there are no adapters"
+            ),
+        )
+        for each in fields(Role)
+    ),
+    Rule(
+        "model.sizes.frozen",
+        lambda job: (
+            job.model.lora.rank > 0
+            and bool(job.model.sizes.get("frozen"))
+            and "adapters alone are trained: leave it out; lora.target_modules chooses their matrices"
+        ),
+    ),
     Rule(
         "model.lora.rank",
         lambda job: (
@@ -313,6 +430,42 @@ CONTRADICTIONS = [
     ),
     *(
         Rule(
+            f"{table}.{each.name}",
+            lambda job, key=f"{table}.{each.name}", needed=needed: (
+                key in job.origins and not value_of(job, needed) and f"needs {needed}"
+            ),
+        )
+        for table, needed, keys in (
+            ("samples", "samples.prompts", Samples),
+            ("evaluation", "evaluation.tasks", Evaluation),
+        )
+        for each in fields(keys)
+        if f"{table}.{each.name}" != needed
+    ),
+    *(
+        Rule(
+            f"validation.{each.name}",
+            lambda job, key=f"validation.{each.name}": (
+                key in job.origins
+                and not job.validation.enable
+                and "validation.enable" not in job.origins
+                and "needs validation.enable = true; false says that it is off on purpose"
+            ),
+        )
+        for each in fields(Validation)
+        if each.name != "enable"
+    ),
+    Rule(
+        "samples.top_k",
+        lambda job: (
+            "samples.top_k" in job.origins
+            and bool(job.samples.prompts)
+            and not job.samples.temperature
+            and "the likeliest token is always taken: needs samples.temperature above 0"
+        ),
+    ),
+    *(
+        Rule(
             f"checkpoint.{key}",
             lambda job, key=key, default=default, needed=needed, reason=reason: (
                 value_of(job, f"checkpoint.{key}") != default and not value_of(job, f"checkpoint.{needed}") and reason
@@ -328,6 +481,16 @@ CONTRADICTIONS = [
             ("initial_load_in_hf", False, "initial_load_path", f"needs checkpoint.initial_load_path{_OR_FOLDER}"),
             ("initial_load_model_only", True, "initial_load_path", "needs checkpoint.initial_load_path"),
         )
+    ),
+    Rule("checkpoint.remote", _remote_misfit),
+    Rule(
+        "checkpoint.exclude_from_loading",
+        lambda job: (
+            bool(job.checkpoint.exclude_from_loading)
+            and not job.checkpoint.enable
+            and (not job.checkpoint.initial_load_path or job.checkpoint.initial_load_model_only)
+            and f"{_NOT_LOADED}, and initial_load_model_only = true loads weights alone"
+        ),
     ),
     Rule(
         "checkpoint.initial_load_in_hf_quantized",
@@ -351,6 +514,22 @@ CONTRADICTIONS = [
             job.checkpoint.last_save_in_hf
             and (not job.checkpoint.enable or job.checkpoint.load_only)
             and "it is made from the last checkpoint: needs checkpoint.enable = true, and not load_only"
+        ),
+    ),
+    Rule(
+        "averages.export",
+        lambda job: (
+            job.averages.export
+            and not (job.averages.ema_decay and job.checkpoint.last_save_in_hf)
+            and "needs checkpoint.last_save_in_hf = true, which writes the average, and averages.ema_decay above 0"
+        ),
+    ),
+    Rule(
+        "averages.ema_decay",
+        lambda job: (
+            job.averages.ema_decay > 0
+            and not (job.validation.enable or job.checkpoint.saves)
+            and "nothing would use the average: needs validation.enable = true or checkpoint.enable = true"
         ),
     ),
     Rule(
@@ -380,17 +559,83 @@ CONTRADICTIONS = [
             f"chat.{each.name}",
             lambda job, key=f"chat.{each.name}": (
                 key in job.origins
-                and job.training.dataset_format != "chat"
-                and 'needs training.dataset_format = "chat"'
+                and not job.training.has_chats
+                and 'needs training.dataset_format = "chat" or "preference"'
             ),
         )
         for each in fields(Chat)
     ),
+    *(
+        Rule(
+            f"chat.{key}",
+            lambda job, key=key: (
+                f"chat.{key}" in job.origins
+                and job.training.dataset_format == "preference"
+                and "of a pair, the assistant's turns after the prompt are trained: leave it out"
+            ),
+        )
+        for key in ("roles_to_train", "message_field_training", "history")
+    ),
+    *(
+        Rule(
+            f"preference.{each.name}",
+            lambda job, key=f"preference.{each.name}": (
+                key in job.origins
+                and job.training.dataset_format != "preference"
+                and 'needs training.dataset_format = "preference"'
+            ),
+        )
+        for each in fields(Preference)
+    ),
+    Rule(
+        "preference.label_smoothing",
+        lambda job: (
+            job.preference.label_smoothing > 0
+            and job.preference.loss not in ("dpo", "simpo")
+            and f'preference.loss = "{job.preference.loss}" has no such term; use 0, or "dpo" or "simpo"'
+        ),
+    ),
+    Rule(
+        "preference.gamma",
+        lambda job: (
+            "preference.gamma" in job.origins
+            and job.training.dataset_format == "preference"
+            and job.preference.loss != "simpo"
+            and f'preference.loss = "{job.preference.loss}" has no margin: leave it out, or use "simpo"'
+        ),
+    ),
+    *(
+        Rule(
+            f"training.{key}",
+            lambda job, key=key, default=default: (
+                job.training.dataset_format == "preference"
+                and value_of(job, f"training.{key}") != default
+                and f"preference.loss is what pairs minimise: leave training.{key} out"
+            ),
+        )
+        for key, default in (("objective", "next_token"), ("z_loss_factor", 0.0), ("label_smoothing", 0.0))
+    ),
     Rule("chat.template_kwargs", _kwargs_misfit),
+    Rule(
+        "training.mtp_loss_factor",
+        lambda job: (
+            "training.mtp_loss_factor" in job.origins
+            and not job.mtp_layers
+            and "needs model.sizes.mtp_layers of 1 or more: no layer predicts further tokens"
+        ),
+    ),
+    Rule(
+        "model.sizes",
+        lambda job: (
+            job.mtp_layers >= job.training.seq_len
+            and f"mtp_layers = {job.mtp_layers}: no token of training.seq_len = {job.training.seq_len} has a label so "
+            f"far ahead; use at most {job.training.seq_len - 1}"
+        ),
+    ),
     Rule(
         "training.dataset_format",
         lambda job: (
-            job.training.dataset_format == "chat"
+            job.training.has_chats
             and job.training.dataset_path is None
             and not job.training.mixture
             and "/" not in job.training.dataset
@@ -401,7 +646,7 @@ CONTRADICTIONS = [
         "training.dataset_streaming",
         lambda job: (
             job.training.dataset_streaming
-            and job.training.dataset_format == "chat"
+            and job.training.has_chats
             and "rows are packed from all chats, so all are tokenized before the run: use false"
         ),
     ),
@@ -452,14 +697,14 @@ CONTRADICTIONS = [
         lambda job: (
             "training.dataset_text_field" in job.origins
             and "text" not in _formats(job)
-            and _TEXTLESS["chat" if "chat" in _formats(job) else "tokens"]
+            and next(reason for kind, reason in _TEXTLESS.items() if kind in _formats(job))
         ),
     ),
     Rule(
         "training.dataset_separator",
         lambda job: (
             "training.dataset_separator" in job.origins
-            and _formats(job) == {"chat"}
+            and _formats(job) in ({"chat"}, {"preference"})
             and "the template of a chat has the tokens around it: leave it out"
         ),
     ),
@@ -468,7 +713,7 @@ CONTRADICTIONS = [
         lambda job: (
             "training.document_mask" in job.origins
             and not job.training.document_mask
-            and job.training.dataset_format == "chat"
+            and job.training.has_chats
             and "a chat never sees the other chats of its row: leave it out"
         ),
     ),

@@ -2,12 +2,13 @@
 
 import codecs
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -114,6 +115,15 @@ def replace(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def write_page(path: Path, text: str) -> None:
+    """Writes an HTML page, which replaces nothing but a page. Raises OSError."""
+    if path.exists() and path.read_bytes()[:9].lower() != text[:9].lower().encode():
+        raise FileExistsError(errno.EEXIST, "a file that is no page; name another one", str(path))
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+
+
 def make_staging(path: Path) -> Path:
     """Makes an empty folder beside `path`; publish renames it to `path`. Removes what a killed writer left.
 
@@ -186,3 +196,16 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def grouped(sized: Iterable[tuple[T, float]], most: float) -> Iterator[list[T]]:
+    """Consecutive items, given with their sizes, in groups of at most this size; a larger item is a group."""
+    group, size = list[T](), 0.0
+    for item, own in sized:
+        if group and size + own > most:
+            yield group
+            group, size = [], 0.0
+        group.append(item)
+        size += own
+    if group:
+        yield group

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,16 @@ def _table(table: Any, given: dict[str, Any]) -> Any:
             is_array = isinstance(value, list)
             values[name] = [_table(nested, each) for each in value] if is_array else _table(nested, value)
     return table(**values)
+
+
+def by_key(tables: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each key of a job's tables, as "training.steps", with its value."""
+    for name, value in tables.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value and key not in FIELDS:
+            yield from by_key(value, f"{key}.")
+        else:
+            yield key, value
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:

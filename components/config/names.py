@@ -145,6 +145,10 @@ FOREIGN: dict[str, str] = {
         ("aux_loss_coef", "router_aux_loss_coef", "moe_aux_loss_coeff", "load_balance_loss_weight"), _BALANCE
     ),
     **dict.fromkeys(("z_loss_coef", "moe_z_loss_coeff", "router_z_loss_coef"), "experts.z_loss_factor"),
+    **dict.fromkeys(("z_loss_multiplier", "lm_head_z_loss"), "training.z_loss_factor"),
+    "label_smoothing_factor": "training.label_smoothing",
+    **dict.fromkeys(("mtp_num_layers", "num_nextn_predict_layers", "num_mtp_modules"), "model.sizes.mtp_layers"),
+    **dict.fromkeys(("mtp_loss_scaling_factor", "mtp_loss_weight"), "training.mtp_loss_factor"),
     **dict.fromkeys(("load_balance_coeff", "moe_router_bias_update_rate"), "experts.bias_update_speed"),
     # DDP, FSDP, HSDP
     "dp_replicate_size": _REPLICATE,

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge
 
-from components.config.bounds import Beta, Fraction, NonNegative, Positive, PositiveFloat
+from components.config.bounds import Beta, Fraction, Name, NonNegative, Positive, PositiveFloat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +36,9 @@ class Optimizer:
     use AdamW."""
     lr: PositiveFloat = 8e-4
     """Peak learning rate."""
+    mup_base: Name | None = None
+    """Flavor of the model's family whose width is the base of muP (arXiv:2203.03466, docs/mup.md): weights at step 0
+    and rates follow the width so that the best lr is that of the base. Unset: neither depends on the width."""
     beta1: Beta = 0.9
     """Decay of the first moment."""
     beta2: Beta = 0.95

@@ -40,6 +40,11 @@ class Metrics:
     enable_wandb: bool = False
     """Log to Weights & Biases; WANDB_MODE=offline needs no network. If the server does not answer at the start, the
     run is kept in dump_folder, for `wandb sync`. Training never waits for the server."""
+    enable_mlflow: bool = False
+    """Log to MLflow (`pip install mlflow-skinny`): to the server MLFLOW_TRACKING_URI, or to dump_folder/mlruns."""
+    enable_trackio: bool = False
+    """Log to Trackio (`pip install trackio`): to the server that its environment variables name, or to
+    dump_folder/trackio, for `trackio show`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +65,9 @@ class Profiling:
     """Write CUDA memory snapshots (pytorch.org/memory_viz) at the steps of the traces; an error without CUDA."""
     save_memory_snapshot_folder: FolderName = "memory_snapshot"
     """Folder of the snapshots, inside dump_folder."""
+
+
+LoadedPart = Literal["optimizer", "dataloader", "train_state", "averages"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +110,9 @@ class Checkpoint:
     """Checkpoints to keep; 0 keeps all. The last good checkpoint is never removed."""
     load_step: Annotated[int, Ge(-1), Le(LARGEST)] = -1
     """Resume from this step; -1 takes the newest that verifies."""
-    exclude_from_loading: list[Literal["optimizer", "dataloader", "train_state"]] = field(default_factory=list)
-    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step and learning rate)."""
+    exclude_from_loading: list[LoadedPart] = field(default_factory=list)
+    """Parts that are not loaded: optimizer (moments), dataloader (position), train_state (step and learning rate),
+    averages (which start anew from the weights)."""
     enable_first_step_checkpoint: bool = False
     """Also save step 1, to test saving early."""
     load_only: bool = False
@@ -114,3 +123,12 @@ class Checkpoint:
     remote_timeout_seconds: Annotated[int, Ge(1), Le(3000)] = 120
     """At the end of a run, wait at most this long for copies; the next start copies the rest. At most 3000, because the
     other ranks wait no longer than an hour."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints."""
+        return self.enable and not self.load_only
+
+    def due_at(self, step: int) -> bool:
+        """Whether the run saves after this step, even if it goes on."""
+        return self.saves and (step % self.interval == 0 or (step == 1 and self.enable_first_step_checkpoint))

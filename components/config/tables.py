@@ -6,7 +6,7 @@ Sizes are in tokens or sequences, times in seconds, as their names say.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -105,9 +105,10 @@ class Training:
     dataset_separator: Name = "auto"
     """Token after each document. auto: the end token that the tokenizer's files name; none: no token between documents,
     neither at their end nor at their start; or a token of the tokenizer, such as "<|endoftext|>"."""
-    dataset_format: Literal["text", "chat", "tokens"] = "text"
-    """Form of the data: text; chats, with the table chat, which says what of them is trained; or token files of other
-    trainers (docs/token_files.md)."""
+    dataset_format: Literal["text", "chat", "preference", "tokens"] = "text"
+    """Form of the data: text; chats, with the table chat, which says what of them is trained; pairs of a chosen and a
+    rejected completion, with the tables chat and preference (docs/preference.md); or token files of other trainers
+    (docs/token_files.md)."""
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
     """Type of the tokens in token files without a header (nanoGPT, OLMo)."""
     dataset_cache: PathName = ".cache/tokens"
@@ -122,6 +123,15 @@ class Training:
     """Tokens per sequence."""
     objective: Name = "next_token"
     """Loss to minimise (models/objective.py)."""
+    z_loss_factor: Annotated[float, Ge(0)] = 0.0
+    """Factor of the squared log of the sum of a token's exponentials, a term of the training loss that keeps logits
+    small (arXiv:2204.02311; usual: 1e-4). With this or the next term, a logged step also has unregularized_loss."""
+    label_smoothing: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of each label that the whole vocabulary gets in the training loss (arXiv:1512.00567; usual: 0.1). A
+    validation's loss has neither term."""
+    mtp_loss_factor: PositiveFloat = 0.3
+    """Factor of the mean loss of the layers of multi-token prediction, of which model.sizes.mtp_layers is the number
+    (arXiv:2412.19437: first 0.3, later 0.1). A logged step then also has mtp_loss and unregularized_loss."""
     document_mask: bool = False
     """Mask attention between documents of a packed sequence, and restart positions at each document."""
     max_norm: PositiveFloat = 1.0
@@ -153,20 +163,35 @@ class Training:
     """Loader processes and buffers."""
 
     @property
+    def objective_and_terms(self) -> tuple[str, tuple[str, ...], float, float]:
+        """The objective, and its terms beside multi-token prediction."""
+        return self.objective, self.sources, self.z_loss_factor, self.label_smoothing
+
+    @property
     def sources(self) -> tuple[str, ...]:
         """Names of the mixture's sources, in the order of their numbers."""
         return tuple(sorted(source.name for source in self.mixture))
 
     @property
     def masks_documents(self) -> bool:
-        """Whether a token sees its own document alone. Rows of chats always have this mask."""
-        return self.document_mask or self.dataset_format == "chat"
+        """Whether a token sees its own document alone. Rows of chats and of pairs always have this mask."""
+        return self.document_mask or self.has_chats
+
+    @property
+    def has_chats(self) -> bool:
+        """Whether the data are chats, or pairs of them, which a template shows."""
+        return self.dataset_format in ("chat", "preference")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
     """The layout: sizes of the mesh dimensions, whose product is the number of ranks."""
 
+    auto: bool = False
+    """Fill in the layout at launch: the fastest one that fits the ranks' devices (docs/plan.md). Keys that are set keep
+    their values."""
+    auto_device: str = ""
+    """Device for auto: a name in parallelize/plan/devices.toml, or a .toml file. If empty, this machine's device."""
     data_parallel_replicate_degree: Literal[-1] | Positive = 1
     """Replicas of the model (DDP; with a shard degree, HSDP); -1 takes the remaining ranks."""
     data_parallel_shard_degree: Literal[-1] | Positive = -1
@@ -294,6 +319,8 @@ class Validation:
     """Validate. Part of the training data is held out, unless validation.dataset_path is set."""
     dataset_path: DataPath | None = None
     """Separate validation data, in the same forms as training.dataset_path."""
+    text_path: DataPath | None = None
+    """Text whose loss is logged beside, as validation_text_loss: what a run on pairs or chats does to it."""
     held_out_fraction: Annotated[float, Gt(0), Lt(1)] = 0.05
     """Fraction of the training data's tokens that is held out, in blocks spread over the text."""
     local_batch_size: Sequences | None = None
@@ -302,8 +329,49 @@ class Validation:
     """Tokens per sequence; training.seq_len if unset."""
     freq: Positive = 10
     """Validate every this many steps, and after the last step, unless a signal stops the run in that step."""
+    at_start: bool = False
+    """Validate also before the first step, as step 0."""
     steps: Literal[-1] | Positive = -1
     """Global batches (of training's size) in a validation, from the first sequence on; -1 uses all validation data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """Prompts that the model continues while it trains (docs/evaluation.md)."""
+
+    prompts: list[Name] = field(default_factory=list)
+    """Texts to continue; none: no samples. In a run on chats each is a user's message, and the model answers."""
+    freq: Positive = 100
+    """Continue the prompts every this many steps, and after the last one."""
+    tokens: Positive = 40
+    """Most tokens of a continuation. Each takes a forward pass of the whole text."""
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """0: always the likeliest token. Otherwise tokens are drawn, and log-probabilities divided by this number."""
+    top_k: Annotated[int, Ge(1), Le(1000)] = 50
+    """With a temperature: number of likeliest tokens to draw from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Scores on tasks of lm-eval while the model trains (docs/evaluation.md)."""
+
+    tasks: list[Name] = field(default_factory=list)
+    """Names of tasks or groups of lm-eval, or YAML files of tasks; none: no evaluation."""
+    freq: Positive = 1000
+    """Evaluate every this many steps, and after the last one."""
+    limit: Positive | None = None
+    """Documents of each task, from the first on; all if unset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Averages:
+    """Averages of the weights over steps (docs/averages.md); they never change training."""
+
+    ema_decay: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Decay of an exponential moving average of the trained weights, updated after each accepted step (usual: 0.999);
+    0 for none. It takes 4 bytes for each trained weight, is validated beside the weights, and kept in checkpoints."""
+    export: bool = False
+    """checkpoint.last_save_in_hf writes the average instead of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -356,7 +424,7 @@ OF_TOKENIZER = "tokenizer"
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Chats as training data, with training.dataset_format = "chat" (docs/chat.md)."""
+    """Chats as training data, with training.dataset_format = "chat" (docs/chat.md), and pairs with "preference"."""
 
     template: PathName = OF_TOKENIZER
     """Template that turns messages into text: tokenizer, for the one in the tokenizer's folder, or a .jinja file."""
@@ -364,7 +432,7 @@ class Chat:
     """Variables of the template, as a JSON object: '{"enable_thinking": false}'."""
     messages_field: str = ""
     """Field of a record that holds its messages; by default messages, conversations, prompt with completion, or
-    instruction with output, whichever is there."""
+    instruction with output, whichever is there. Pairs: the field of the prompt."""
     roles_to_train: Annotated[list[Name], MinLen(1)] = field(default_factory=lambda: ["assistant"])
     """Roles whose turns are trained. The header of a turn is trained too, unless the role is assistant."""
     message_field_training: Name = "train"
@@ -379,6 +447,37 @@ class Chat:
     """If a message spells a special token: refuse the chat, or encode the spelling as plain text."""
     packing: Literal["best_fit", "none"] = "best_fit"
     """best_fit: a row has as many chats as fit, chosen by best-fit decreasing; none: a row has one chat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distill:
+    """A teacher's probabilities in the loss (docs/distill.md)."""
+
+    alpha: Fraction = 0.0
+    """Share of the teacher: the loss is (1 - alpha) x cross-entropy + alpha x temperature^2 x KL(teacher || student)
+    (arXiv:1503.02531); 0 for no teacher. A validation's loss is the cross-entropy."""
+    temperature: Annotated[float, Gt(0), Le(1000)] = 1.0
+    """Divisor of the logits of both in the KL."""
+    top: Positive = 64
+    """The teacher's likeliest tokens that are kept of each token; all others together are one more class."""
+    teacher_path: PathName | None = None
+    """Hugging Face folder of the teacher. If unset, the only teacher that has taught the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference:
+    """Loss of pairs, with training.dataset_format = "preference" (docs/preference.md)."""
+
+    loss: Literal["dpo", "ipo", "simpo", "orpo"] = "dpo"
+    """dpo (arXiv:2305.18290) and ipo (arXiv:2310.12036) compare with a reference: the run's starting weights, or the
+    base of adapters. simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691) need none."""
+    beta: PositiveFloat = 0.1
+    """dpo, ipo: how closely the model keeps to the reference; simpo: scale of rewards (usual: 2); orpo: factor of the
+    odds ratio's term."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """dpo, simpo: the share of pairs whose sides may be the wrong way round (conservative DPO)."""
+    gamma: Annotated[float, Ge(0)] = 0.5
+    """simpo: the margin that the chosen completion's reward should have over the rejected one's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,11 +496,36 @@ class JobConfig:
     compile: Compile = field(default_factory=Compile)
     quantize: Quantize = field(default_factory=Quantize)
     experts: Balancing = field(default_factory=Balancing)
+    averages: Averages = field(default_factory=Averages)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     validation: Validation = field(default_factory=Validation)
+    samples: Samples = field(default_factory=Samples)
+    evaluation: Evaluation = field(default_factory=Evaluation)
     chat: Chat = field(default_factory=Chat)
+    distill: Distill = field(default_factory=Distill)
+    preference: Preference = field(default_factory=Preference)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
+
+    @property
+    def reference(self) -> Literal["", "start", "base"]:
+        """The reference model of a loss of pairs: the starting weights, the base of adapters, or none."""
+        if self.training.dataset_format != "preference" or self.preference.loss not in ("dpo", "ipo"):
+            return ""
+        return "base" if self.model.lora.rank else "start"
+
+    @property
+    def mtp_layers(self) -> int:
+        """Layers of multi-token prediction. No flavor has any, and no folder asks for any."""
+        layers = self.model.sizes.get("mtp_layers", 0)
+        return layers if isinstance(layers, int) else 0
+
+    @property
+    def objective_and_terms(self) -> tuple[Any, ...]:
+        """Arguments of models/objective.py's objective_of."""
+        mtp, distill = self.training.mtp_loss_factor if self.mtp_layers else 0.0, self.distill
+        pairs = self.preference if self.training.dataset_format == "preference" else None
+        return *self.training.objective_and_terms, mtp, distill.alpha, distill.temperature, pairs
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Place where each given key was set: "file:line" or "command line". Not a table."""

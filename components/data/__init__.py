@@ -5,7 +5,8 @@
 - token_files.py reads token files of other trainers.
 - stream.py and writer.py tokenize documents during training.
 - packed.py cuts tokens into sequences, and splits off held-out data.
-- template.py, chats.py and rows.py make rows of chats.
+- template.py, chats.py and rows.py make rows of chats, and pairs.py rows of pairs.
+- teacher.py finds and writes the rows of a teacher, which teacher_rows.py stores.
 - datasets.py picks the datasets of a job.
 - order.py computes the order of sequences.
 - loader.py makes batches.

@@ -1,21 +1,23 @@
-"""`python -m components.data prepare` tokenizes a job's data ahead of time, `show` shows a row of chats, `fetch`
-downloads files of the hub.
+"""`python -m components.data prepare` tokenizes a job's data ahead of time, `show` shows a row of chats, `teach`
+writes a teacher's probabilities, `fetch` downloads files of the hub.
 """
 
 import argparse
 import sys
 from dataclasses import replace
+from pathlib import Path
 
-from components.config import ConfigError, JobConfig, load_config
+from components.config import ConfigError, JobConfig, check_rules, load_config
 from components.config.bounds import path_argument
+from components.config.contradictions import CONTRADICTIONS
 from components.data.cache import prepare
-from components.data.datasets import source_numbers, spec_of
+from components.data.datasets import open_datasets, source_numbers, spec_of, text_spec
 from components.data.hub import fetch, is_of_hub
 from components.data.remote import localize
 from components.data.show import show
 from components.data.sources import Unread
 from components.data.stream import check_stream, is_stream
-from components.data.tokenizer import check_tokenizer
+from components.data.tokenizer import check_tokenizer, with_rows
 from components.launch.exit_codes import ExitCode
 
 
@@ -23,7 +25,8 @@ def prepare_all(config: JobConfig) -> JobConfig:
     """Makes missing token caches of training and validation data; checks the first document of a stream.
 
     Prints warnings about the tokenizer, and about files that look like data and are not read. Returns the job, with the
-    paths of data that were downloaded instead of URLs and names of the hub, so that ranks need no network.
+    paths of data that were downloaded instead of URLs and names of the hub, so that ranks need no network. Raises
+    ConfigError if the rows of a teacher are missing (distill.alpha).
     """
     config = localize(config)
     _warn(*check_tokenizer(config))
@@ -31,14 +34,32 @@ def prepare_all(config: JobConfig) -> JobConfig:
     _warn_unread(check_stream(config) if streamed else None)
     own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
     trained = [] if streamed else [spec_of(config, source=number) for number in source_numbers(config.training)]
-    for spec in [*trained, *(spec_of(config, path) for path in own)]:
+    for spec in [*trained, *(spec_of(config, path) for path in own), *filter(None, [text_spec(config)])]:
         _warn_unread(spec.unread())
         prepare(spec)
     if is_of_hub(config.training) and not streamed:
         config = replace(config, training=replace(config.training, dataset_path=trained[0].path))
     given = zip(config.training.mixture, trained, strict=False)
     sources = [replace(each, dataset="", dataset_path=spec.path) if each.dataset else each for each, spec in given]
-    return replace(config, training=replace(config.training, mixture=sources))
+    config = replace(config, training=replace(config.training, mixture=sources))
+    if config.distill.alpha:
+        open_datasets(config, sys.maxsize)  # a rank knows the number of tokens
+    return config
+
+
+def _teach(config: JobConfig, folder: Path | None, top: int | None) -> int:
+    from components.commands.teach import teach  # imports torch
+
+    if not (folder or config.distill.teacher_path):
+        raise ConfigError("--teacher is missing: the folder of the teacher's weights, in Hugging Face's format")
+    if top is not None and top < 1:
+        raise ConfigError(f"--top {top}: expected 1 or more")
+    given, distill = config.distill, replace(config.distill, top=top or config.distill.top)
+    # The student's job may get distill.alpha later.
+    check_rules(CONTRADICTIONS, replace(config, distill=replace(given, alpha=given.alpha or 0.5)))
+    job = localize(with_rows(replace(config, distill=distill)))
+    teach(job, folder or Path(str(config.distill.teacher_path)))
+    return ExitCode.DONE
 
 
 def _warn_unread(left: Unread | None) -> None:
@@ -62,6 +83,10 @@ def main(argv: list[str]) -> None:
     showing.add_argument("--json", action="store_true", help="tokens, labels, positions, documents and text as JSON")
     showing.add_argument("--html", type=path_argument, metavar="FILE", help="write the row as a page")
     showing.add_argument("--stats", action="store_true", help="what all rows hold")
+    teaching = commands.add_parser("teach", help="a teacher's probabilities of a job's data: RECIPE --teacher FOLDER")
+    teaching.add_argument("recipe", metavar="RECIPE", help="the student's job file; --table.key value overrides it")
+    teaching.add_argument("--teacher", type=path_argument, metavar="FOLDER", help="a Hugging Face folder")
+    teaching.add_argument("--top", type=int, help="likeliest tokens to keep of each token (distill.top)")
     fetching = commands.add_parser("fetch", help="files of a repository of the Hugging Face hub")
     fetching.add_argument("repository", metavar="REPO", help="org/name; HF_TOKEN opens private and gated ones")
     fetching.add_argument("--kind", choices=["model", "dataset"], default="model")
@@ -71,6 +96,11 @@ def main(argv: list[str]) -> None:
     given, rest = parser.parse_known_args(argv)
     if given.command == "prepare":
         prepare_all(load_config(rest))
+    elif given.command == "teach":
+        from components.launch.ending import run_to_exit
+
+        config = load_config(["--job.config_file", given.recipe, *rest])
+        run_to_exit(lambda job: _teach(job, given.teacher, given.top), config)
     elif given.command == "show":
         show(localize(load_config(rest)), given.row, given.json, given.html, given.stats)
     elif rest:

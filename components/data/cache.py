@@ -30,6 +30,7 @@ from tqdm import tqdm
 from components.config import ROOT, ConfigError, Training
 from components.config.files import (
     digest,
+    grouped,
     make_staging,
     publish,
     read_json_if_whole,
@@ -245,14 +246,7 @@ def _groups(spec: DataSpec, files: list[tuple[Path, str]]) -> Iterator[list[tupl
     which start at different times share the work.
     """
     sizes = [file.stat().st_size for file, _ in files]
-    most, group, size = max(spec.cache_bytes, sum(sizes) / _MOST_GROUPS), list[tuple[Path, str]](), 0
-    for each, own in zip(files, sizes, strict=True):
-        if group and size + own > most:
-            yield group
-            group, size = [], 0
-        group.append(each)
-        size += own
-    yield group
+    return grouped(zip(files, sizes, strict=True), max(spec.cache_bytes, sum(sizes) / _MOST_GROUPS))
 
 
 def _build(

@@ -143,7 +143,7 @@ class Chats:
             found = _found(record)
         if not isinstance(found, list) or not found:
             raise BadChat(f"expected a list of messages, not {short(repr(found), 60)}")
-        return [_message(each, number) for number, each in enumerate(found, 1)], record.get("tools") or None
+        return [as_message(each, number) for number, each in enumerate(found, 1)], _tools(record.get("tools"))
 
     def _protected(self, messages: Sequence[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
         """Special tokens come from the template alone: else a text could begin a turn of the system.
@@ -169,6 +169,21 @@ class Chats:
 
     def _mark(self, text: str) -> str:
         return self._special.sub(lambda found: found[0][0] + _MARK + found[0][1:], text)
+
+
+def _tools(given: Any) -> Any:
+    """A record's tools: a list of objects, or its JSON, as parquet files of the hub have it."""
+    try:
+        tools = json.loads(given) if isinstance(given, str) and given else given or None
+    except (ValueError, RecursionError):
+        raise BadChat(f"tools: no JSON: {short(repr(given), 60)}") from None
+    if tools is not None and not _are_objects(tools):
+        raise BadChat(f"tools: expected a list of objects, not {short(repr(tools), 60)}")
+    return tools
+
+
+def _are_objects(given: Any) -> bool:
+    return isinstance(given, list) and all(isinstance(each, dict) for each in given)
 
 
 def _texts(value: Any) -> list[str]:
@@ -198,6 +213,9 @@ def _found(record: dict[str, Any]) -> Any:
         lists = [part if isinstance(part, list) else [{"role": role, "content": part}] for role, part in parts]
         return [message for each in lists for message in each]
     if "instruction" in record and "output" in record:
+        for name in ("instruction", "input"):
+            if not isinstance(record.get(name), str | None):
+                raise BadChat(f"{name} is {short(repr(record[name]), 60)}: expected a text")
         asked = "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
         system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
@@ -207,14 +225,14 @@ def _found(record: dict[str, Any]) -> Any:
     )
 
 
-def _message(given: Any, number: int) -> dict[str, Any]:
+def as_message(given: Any, number: int) -> dict[str, Any]:
     """A message with its role and content. Fields that are null are left out: parquet gives every row all of them."""
     if not isinstance(given, dict):
         raise BadChat(f"message {number}: expected an object, not {short(repr(given), 60)}")
     message = {key: value for key, value in given.items() if value is not None}
     if "from" in message and "value" in message:  # ShareGPT
         role = message.pop("from")
-        message |= {"role": _ROLES.get(role, role), "content": message.pop("value")}
+        message |= {"role": _ROLES.get(role, role) if isinstance(role, str) else role, "content": message.pop("value")}
     thought = next((message[name] for name in _THOUGHTS if name in message), None)
     if thought is not None:
         message = {"thinking": thought} | message | {"reasoning_content": thought}
@@ -225,6 +243,8 @@ def _message(given: Any, number: int) -> dict[str, Any]:
         message["content"] = content = "".join(str(part.get("text", "")) for part in content)
     if isinstance(content, list):
         raise BadChat(f"message {number}: content with images or sound, which no model here takes")
+    if not _are_objects(message.get("tool_calls", [])):
+        raise BadChat(f"message {number}: tool_calls: expected a list of objects")
     if content is None and message.get("tool_calls"):
         message["content"] = content = ""
     if not isinstance(content, str):

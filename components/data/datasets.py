@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,12 @@ from components.data.cache import DataSpec, data_spec, prepare
 from components.data.hub import download_split, is_of_hub
 from components.data.mixture import Mixture, phases
 from components.data.packed import PackedSequences, StreamedSequences
+from components.data.pairs import PairCache, PairRows, PairSpec
 from components.data.remote import localize
 from components.data.rows import ChatCache, ChatRows, ChatSpec
+from components.data.sources import has_fields
 from components.data.stream import StreamCache, is_stream, start_writer, stream_spec
+from components.data.teacher import open_rows
 from components.data.token_files import TokenSpec, check_ids
 from components.data.tokenizer import check_tokenizer, load_tokenizer
 from components.data.tokens import JoinedTokens, Tokens
@@ -38,7 +42,8 @@ def of_source(training: Training, number: int) -> Training:
 def spec_of(config: JobConfig, path: str | None = None, source: int = 0) -> DataSpec:
     """The spec of a job's training data, of one of its source_numbers, or of data at another path.
 
-    Downloads data of the hub. Raises ConfigError for an unknown dataset, or if it cannot be downloaded.
+    Downloads data of the hub. Raises ConfigError for an unknown dataset, if it cannot be downloaded, or if a field is
+    given for text files.
     """
     training, tokenizer = of_source(config.training, source), config.model.hf_assets_path
     on_hub = path is None and is_of_hub(training)
@@ -47,7 +52,13 @@ def spec_of(config: JobConfig, path: str | None = None, source: int = 0) -> Data
         spec = replace(spec, path=str(download_split(config, spec.cache_folder / "hub", source)))
     if training.dataset_format == "tokens":
         return TokenSpec(**vars(spec), token_dtype=training.token_dtype)
-    return ChatSpec(**vars(spec), chat=config.chat) if training.dataset_format == "chat" else spec
+    kinds = {"chat": ChatSpec, "preference": PairSpec}
+    if kind := kinds.get(training.dataset_format):
+        return kind(**vars(spec), chat=config.chat)
+    key = f"training.mixture[{source}].dataset_text_field" if source else "training.dataset_text_field"
+    if path is None and key in config.origins and not any(has_fields(file) for file in spec.files()):
+        raise ConfigError(mistake(config, key, f"{spec.path} has texts without fields: leave it out"))
+    return spec
 
 
 def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
@@ -62,20 +73,55 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
     """
     import torch.distributed as dist  # whoever only tokenizes needs no torch
 
-    from parallelize.groups import gather
-
     warnings = check_tokenizer(config)
     if LAUNCHER_PIPE not in os.environ and os.environ.get("RANK", "0") == "0":  # else the launcher has printed them
         print(*(f"warning: {warning}" for warning in warnings), sep="\n", end="\n" * bool(warnings), file=sys.stderr)
-    built = _build(localize(config), vocab_size)  # a launcher has localized the job already
+    built = open_datasets(localize(config), vocab_size)  # a launcher has localized the job already
     if dist.is_initialized():
-        found = gather([(part.key, part.content) for part in built if part is not None])
-        if others := [rank for rank, parts in enumerate(found) if parts != found[0]]:
-            given = config.training
-            where = given.dataset_path or ("of the mixture" if given.mixture else given.dataset)
-            reason = f"ranks {', '.join(map(str, others))} have found other data than rank 0"
-            raise ConfigError(f"training data {where}: {reason}: all nodes need the same files")
+        given = config.training
+        where = given.dataset_path or ("of the mixture" if given.mixture else given.dataset)
+        _check_same_on_ranks(f"training data {where}", built)
     return built
+
+
+def text_spec(config: JobConfig) -> DataSpec | None:
+    """The data of validation.text_path; None without such a text, or without validations."""
+    path = config.validation.enable and config.validation.text_path
+    return data_spec(config.training, config.model.hf_assets_path, path) if path else None
+
+
+def build_text(config: JobConfig, vocab_size: int) -> PackedSequences:
+    """The sequences of validation.text_path. All ranks must call this function. Raises as build_datasets."""
+    config = localize(config)
+    spec = text_spec(config)
+    assert spec
+    cache = prepare(spec)
+    _check_tokens(config, cache, vocab_size)
+    text = PackedSequences(cache, config.validation.seq_len or config.training.seq_len)
+    _check_same_on_ranks(f"validation.text_path {spec.path}", [text])
+    return text
+
+
+def _check_same_on_ranks(what: str, parts: Sequence[PackedSequences | None]) -> None:
+    from parallelize.groups import gather
+
+    found = gather(
+        [
+            (part.key, part.content, [each.teacher and each.teacher.name for each in sources_of(part)])
+            for part in parts
+            if part is not None
+        ]
+    )
+    if others := [rank for rank, own in enumerate(found) if own != found[0]]:
+        reason = f"ranks {', '.join(map(str, others))} have found other data than rank 0"
+        raise ConfigError(f"{what}: {reason}: all nodes need the same files")
+
+
+def open_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
+    """build_datasets for one process, of a job without remote data."""
+    found = _build(config, vocab_size)
+    _check_teachers(config, found, vocab_size)
+    return found
 
 
 def _build(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:
@@ -126,8 +172,31 @@ def mixtures(config: JobConfig, vocab_size: int) -> tuple[Mixture, Mixture | Non
 
 
 def packed(config: JobConfig, cache: Tokens, *given: Any) -> PackedSequences:
-    """Sequences of a cache. `given` holds the arguments seq_len, part and held_out_fraction of PackedSequences."""
-    return ChatRows(cache, config.chat, *given) if isinstance(cache, ChatCache) else PackedSequences(cache, *given)
+    """Sequences of a cache, with their teacher's rows. `given`: seq_len, part and held_out_fraction of PackedSequences.
+
+    Raises ConfigError if a teacher's rows are missing.
+    """
+    made: PackedSequences
+    if isinstance(cache, ChatCache):
+        made = (PairRows if isinstance(cache, PairCache) else ChatRows)(cache, config.chat, *given)
+    else:
+        made = PackedSequences(cache, *given)
+    if config.distill.alpha:
+        made.teacher = open_rows(config, made)
+    return made
+
+
+def sources_of(sequences: PackedSequences) -> list[PackedSequences]:
+    """The sources of a mixture, or the sequences themselves."""
+    return [*sequences.sources.values()] if isinstance(sequences, Mixture) else [sequences]
+
+
+def _check_teachers(config: JobConfig, parts: Sequence[PackedSequences | None], most: int) -> None:
+    for each in (source for part in parts if part is not None for source in sources_of(part)):
+        if each.teacher and each.teacher.about.largest >= most:
+            about, most_of = each.teacher.about, _table(config, most)
+            reason = f"{about.teacher} has token {about.largest}, but {most_of} = {about.largest + 1} grows it"
+            raise ConfigError(mistake(config, "distill.alpha", reason))
 
 
 def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, PackedSequences | None]:

@@ -299,6 +299,10 @@ def parquet_rows(file: Path, column: str) -> Iterator[Record]:
     return _table_rows(file, "parquet", batches())
 
 
+STREAM_END = b"\xff\xff\xff\xff\0\0\0\0"
+"""The last bytes of an IPC stream of Arrow."""
+
+
 def arrow_rows(file: Path, column: str) -> Iterator[Record]:
     """Yields each row of an IPC file or IPC stream as a dict, with this column or all."""
     import pyarrow.ipc
@@ -307,7 +311,7 @@ def arrow_rows(file: Path, column: str) -> Iterator[Record]:
         with pyarrow.memory_map(str(file)) as content:
             is_file = content.read(6) == b"ARROW1"
             content.seek(content.size() - 8)
-            if not is_file and content.read() != b"\xff\xff\xff\xff\0\0\0\0":
+            if not is_file and content.read() != STREAM_END:
                 raise ValueError("an IPC stream without its end")  # a tear between two batches shows in nothing else
             content.seek(0)
             open_it = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream

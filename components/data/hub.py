@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from components.config import ROOT, ConfigError, JobConfig, Training, mistake
-from components.config.files import write_json
+from components.config.files import read_json_if_whole, write_json
 from components.config.rule import value_of
 from components.data.sources import HUB
 from components.data.special_tokens import NAMING
@@ -175,7 +175,8 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
     """Downloads files of a repository into a folder (default: assets/<its name>) and prints the keys to set.
 
     `only`: names of parts (tokenizer, weights, all) or globs of file names. An interrupted download is continued.
-    Raises ConfigError if the hub cannot be reached, has no such files, or the files cannot be written.
+    Raises ConfigError if the hub cannot be reached, has no such files, or the files cannot be written; also if they
+    would replace or join files of another origin.
     """
     from huggingface_hub import HfApi, snapshot_download
 
@@ -188,8 +189,12 @@ def fetch(repository: str, kind: Kind, only: list[str], revision: str | None, in
         wanted = _wanted(names, kind, only)
         if not wanted:
             raise ConfigError(f"{repository} has no {' or '.join(only)}; it has {', '.join(names[:20]) or 'no files'}")
-        snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
+        there = [name for name in wanted if (folder / name).exists()] if into else [*folder.glob("[!.]*")]
+        if there and read_json_if_whole(folder / FETCHED).get("repository") != repository:
+            raise ConfigError(f"{folder}: has files of another origin than {repository}; name another --into")
+        (folder / FETCHED).parent.mkdir(parents=True, exist_ok=True)
         write_json(folder / FETCHED, {"repository": repository, "revision": info.sha})
+        snapshot_download(repository, repo_type=kind, revision=info.sha, local_dir=folder, allow_patterns=wanted)
     size = sum((folder / name).stat().st_size for name in wanted)
     print(f"{folder}: {len(wanted):,} files of {repository} at {info.sha}, {size / 2**30:,.3f} GiB")
     if "tokenizer.json" in wanted and "tokenizer.model" in {*names} - {*wanted}:

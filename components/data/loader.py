@@ -30,8 +30,14 @@ COLUMNS: dict[str, Callable[[PackedSequences, np.ndarray, int], np.ndarray]] = {
     ),
 }
 """Name of a further column of a batch -> (sequences, positions (n,) in the global order, seed) -> (n, seq_len)."""
-DIVISORS: dict[str, Callable[[PackedSequences, np.ndarray], int]] = {
+OF_ROWS: dict[str, Callable[[Any, np.ndarray], np.ndarray]] = {
+    "sides": lambda rows, numbers: rows.sides_at(numbers),
+    "reference": lambda rows, numbers: rows.reference_at(numbers),
+}
+"""As COLUMNS, of rows of pairs, at whatever position: (PairRows, sequence numbers (n,)) -> (n, seq_len)."""
+DIVISORS: dict[str, Callable[[Any, np.ndarray], int]] = {
     "labels": lambda sequences, numbers: sequences.count_valid(numbers),
+    "pairs": lambda rows, numbers: rows.count_pairs(numbers),
 }
 """Objective.divisor -> (sequences, sequence numbers) -> the count by which the loss is divided."""
 
@@ -78,22 +84,30 @@ class _Batches(Dataset):
     def __getitem__(self, positions: np.ndarray) -> dict[str, Tensor]:
         sequences, seed = self.order.sequences, self.order.seed
         try:
-            batch = batch_of(sequences, sequences.at(positions, seed), self.document_mask)
+            numbers = sequences.at(positions, seed)
+            batch = batch_of(sequences, numbers, self.document_mask)
         except ConfigError as error:
             raise _Mistake(str(error)) from None
-        return batch | _columns(self.columns, sequences, positions, seed)
+        return batch | _columns(self.columns, sequences, positions, numbers, seed)
 
 
 class _Mistake(Exception):
     """A ConfigError on its way from a worker. torch puts a traceback in front, and a ConfigError cuts long messages."""
 
 
-def _columns(names: Sequence[str], sequences: PackedSequences, positions: np.ndarray, seed: int) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(COLUMNS[name](sequences, positions, seed)) for name in names}
+def _columns(
+    names: Sequence[str], sequences: PackedSequences, positions: np.ndarray, numbers: np.ndarray, seed: int
+) -> dict[str, Tensor]:
+    return {
+        name: torch.from_numpy(
+            OF_ROWS[name](sequences, numbers) if name in OF_ROWS else COLUMNS[name](sequences, positions, seed)
+        )
+        for name in names
+    }
 
 
 def batch_of(sequences: PackedSequences, numbers: np.ndarray, document_mask: bool) -> dict[str, Tensor]:
-    """The columns of the sequences with these numbers."""
+    """The columns of the sequences with these numbers; (n, seq_len, K) for those of a teacher."""
     tokens, document_ids = sequences.get(numbers)
     labels, trained = tokens[:, 1:], sequences.trained(numbers)
     if trained is not None:
@@ -106,6 +120,8 @@ def batch_of(sequences: PackedSequences, numbers: np.ndarray, document_mask: boo
         batch |= {"positions": positions - starts, "document_ids": document_ids}
     if (padding := sequences.padding(numbers)) is not None:
         batch["positions"] = np.where(padding, -1, batch["positions"])
+    if (taught := sequences.taught(numbers)) is not None:
+        batch |= dict(zip(("teacher_ids", "teacher_log_probabilities"), taught, strict=True))
     return {name: torch.from_numpy(array.copy()) for name, array in batch.items()}
 
 
@@ -132,7 +148,8 @@ def build_loader(
     """Yields batches {tokens, labels, positions}, each (local_batch_size, seq_len) int64, without end.
 
     With document_mask a batch also has document_ids, and positions restart at each document. columns: names
-    of further columns (COLUMNS). Raises RuntimeError if a worker dies, ConfigError if TMPDIR is too long for sockets.
+    of further columns (COLUMNS, OF_ROWS). Raises RuntimeError if a worker dies, ConfigError if TMPDIR is too long for
+    sockets.
     """
     config = config or DataLoader()
     if config.num_workers:
@@ -175,7 +192,8 @@ def validation_batches(
     count = min(max_sequences, len(sequences))
     for start in range(0, count, local_batch_size * batch_ranks):
         wanted = start + batch_rank * local_batch_size + np.arange(local_batch_size)
-        batch = batch_of(sequences, np.minimum(wanted, count - 1), document_mask)
-        batch |= _columns(columns, sequences, wanted, 0)
+        numbers = np.minimum(wanted, count - 1)
+        batch = batch_of(sequences, numbers, document_mask)
+        batch |= _columns(columns, sequences, wanted, numbers, 0)
         batch["labels"][torch.from_numpy(wanted >= count)] = IGNORED
         yield batch

@@ -129,7 +129,8 @@ class Mixture(PackedSequences):
 
         Raises ConfigError if a source would be seen more often than its max_epochs.
         """
-        lines, wrong = list[str](), list[str]()
+        wrong = list[str]()
+        lines = [f"source {name}: {line}" for name, each in self.sources.items() for line in each.describe(end)]
         for name, count in self.seen(end).items():
             epochs, most = count / len(self.sources[name]), self._max_epochs.get(name, 0)
             lines.append(f"source {name}: {count:,} of {end:,} sequences, {epochs:.2f} epochs")
@@ -190,6 +191,17 @@ class Mixture(PackedSequences):
 
     def padding(self, indices: np.ndarray) -> np.ndarray | None:
         return self._joined(indices, "padding", self.seq_len, False)
+
+    def taught(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        found = [(chosen, part.taught(own)) for chosen, part, own in self._sources_of(indices)]
+        kinds = [each for _, each in found if each is not None]
+        if not kinds:
+            return None
+        ids, logs = (np.empty((len(indices), *each.shape[1:]), each.dtype) for each in kinds[0])
+        for chosen, each in found:
+            assert each is not None
+            ids[chosen], logs[chosen] = each
+        return ids, logs
 
     def _joined(self, indices: np.ndarray, column: str, width: int, default: bool) -> np.ndarray | None:
         """A column of each source's own sequences; None if no source has one."""

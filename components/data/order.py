@@ -59,7 +59,7 @@ def check_data_order(saved: dict[str, Any], now: dict[str, Any], global_batch_si
             for each in (before, order)
         )
     # The key of the data is a hash.
-    names = {"data": "the data (text, tokenizer, training.dataset_separator)"}
+    names = {"data": "the data (files, tokenizer, training.dataset_*, [chat], validation.held_out_fraction)"}
     changed = [
         f"{names.get(key, key)} was {was}, is {order.get(key)}" for key, was in before.items() if order.get(key) != was
     ]

@@ -7,6 +7,7 @@ import numpy as np
 from components.config import ConfigError
 from components.data.order import sequence_at
 from components.data.stream import StreamCache
+from components.data.teacher_rows import TeacherRows
 from components.data.tokens import Tokens
 
 _BLOCK = 4096  # tokens of a held-out block, at the most
@@ -29,6 +30,8 @@ class PackedSequences:
 
     mixture: list[Any] | None = None
     """The phases of a mixture: first position, and the weight and the key of each source's data. None without one."""
+    teacher: TeacherRows | None = None
+    """The rows of a teacher of these sequences (distill.alpha)."""
     content: str | None = None
     """Hash of the files of a streamed folder, whose key does not depend on their content; None for other data."""
 
@@ -61,8 +64,15 @@ class PackedSequences:
         return self.num_sequences
 
     def describe(self, end: int) -> list[str]:
-        """Lines about a run of `end` sequences; of a mixture alone. Raises ConfigError if the data do not suffice."""
-        return []
+        """Lines about a run of `end` sequences: the teacher, and the sources of a mixture.
+
+        Raises ConfigError if the data do not suffice.
+        """
+        return [str(self.teacher)] if self.teacher else []
+
+    def taught(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """The teacher's tokens and log-probabilities, (n, seq_len, K) each; None without a teacher."""
+        return self.teacher.get(np.asarray(indices)) if self.teacher else None
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """Sequence numbers (int64) at these positions of the global order, which start at 0 and have no end."""

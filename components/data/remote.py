@@ -166,11 +166,13 @@ def _finished(index: Path) -> dict[str, str]:
 def remote_data(config: JobConfig) -> dict[str, tuple[str, Collection[str]]]:
     """Key -> (URL, endings of data files there) of the job's data in stores."""
     training, validation = config.training, config.validation
-    kinds: dict[str, Collection[str]] = {"text": DataSpec.endings, "chat": ChatSpec.endings, "tokens": ()}
+    kinds: dict[str, Collection[str]] = {"text": DataSpec.endings, "tokens": ()}
+    kinds |= dict.fromkeys(("chat", "preference"), ChatSpec.endings)
     own = kinds[training.dataset_format]
     given: dict[str, tuple[str | None, Collection[str]]] = {
         "training.dataset_path": (training.dataset_path, () if training.dataset_streaming else own),
         "validation.dataset_path": (validation.dataset_path if validation.enable else None, own),
+        "validation.text_path": (validation.text_path if validation.enable else None, kinds["text"]),
     }
     for number, source in enumerate(training.mixture, 1):
         key = f"training.mixture[{number}].dataset_path"
@@ -194,9 +196,9 @@ def localize(config: JobConfig) -> JobConfig:
         local[key] = str(path)
 
     def at(table: Any, key: str) -> Any:
-        return replace(table, dataset_path=local[key]) if key in local else table
+        return replace(table, **{key.rpartition(".")[2]: local[key]}) if key in local else table
 
     mixture = [at(each, f"training.mixture[{n}].dataset_path") for n, each in enumerate(config.training.mixture, 1)]
     training = replace(at(config.training, "training.dataset_path"), mixture=mixture)
-    validation = at(config.validation, "validation.dataset_path")
+    validation = at(at(config.validation, "validation.dataset_path"), "validation.text_path")
     return replace(config, training=training, validation=validation) if local else config

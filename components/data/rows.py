@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -48,6 +48,10 @@ class ChatSpec(DataSpec):
 
     chat: Chat = field(default_factory=Chat, kw_only=True)
 
+    kind: ClassVar[type[Chats]] = Chats
+    """Reads the records."""
+    unit: ClassVar[str] = "chats"
+
     endings = RECORDS
     cache_bytes = math.inf
 
@@ -62,11 +66,12 @@ class ChatSpec(DataSpec):
         if chat.special_tokens_in_text != "fail":
             rules += (chat.special_tokens_in_text,)
         tokenizer = fingerprint(self.tokenizer_path, self.separator)
+        rules += () if self.unit == "chats" else (self.unit,)
         return (_FORMAT, str(self.skip_errors), tokenizer, template.fingerprint(), *rules)
 
     def documents(self, file: Path) -> Iterator[str | BadRecord]:
         """The text of each sequence."""
-        chats = Chats(self.chat, self.tokenizer_path)
+        chats = self.kind(self.chat, self.tokenizer_path)
         for place, record in read_records(file):
             found = _sequences(chats, place, record)
             if isinstance(found, BadRecord):
@@ -75,7 +80,7 @@ class ChatSpec(DataSpec):
                 yield from (chats.tokenizer.decode(ids) for ids, _ in found)
 
     def pool(self, workers: int) -> ProcessPoolExecutor:
-        given = self.chat, self.tokenizer_path
+        given = self.kind, self.chat, self.tokenizer_path
         return ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, given)
 
     def tokenize(
@@ -105,12 +110,13 @@ class ChatSpec(DataSpec):
                     trained += int(is_trained.sum())
                     ends.append(total)
         if not total:
-            raise ConfigError([f"training data {self.path}: no chat in it", *bad[:3]])
+            raise ConfigError([f"training data {self.path}: no {self.unit[:-1]} in it", *bad[:3]])
         np.asarray(ends, dtype=np.int64).tofile(folder / "documents.bin")
         seconds = time.perf_counter() - started
         print(
-            f"tokenized {self.path}: {records - len(bad):,} chats in {len(ends):,} sequences of {total:,} tokens, "
-            f"{trained:,} of them trained, {seconds:.1f} s ({records / seconds / workers:,.0f} chats/s a core)"
+            f"tokenized {self.path}: {records - len(bad):,} {self.unit} in {len(ends):,} sequences of {total:,} "
+            f"tokens, {trained:,} of them trained, {seconds:.1f} s "
+            f"({records / seconds / workers:,.0f} {self.unit}/s a core)"
             + (f"; {len(bad):,} records skipped" if bad else ""),
             flush=True,
         )
@@ -136,10 +142,10 @@ class ChatSpec(DataSpec):
 _worker: dict[str, Chats] = {}  # set once in each worker process
 
 
-def _start_worker(chat: Chat, tokenizer_path: str) -> None:
+def _start_worker(kind: type[Chats], chat: Chat, tokenizer_path: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _worker["chats"] = Chats(chat, tokenizer_path)
+    _worker["chats"] = kind(chat, tokenizer_path)
 
 
 def _work(batch: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -186,15 +192,19 @@ class ChatCache(TokenCache):
             return next(line for at, line in enumerate(lines) if at == number).rstrip("\n")
 
     def __reduce__(self) -> tuple[type["ChatCache"], tuple[Path]]:
-        return ChatCache, (self.folder,)
+        return type(self), (self.folder,)
 
 
 class ChatRows(PackedSequences):
     """Rows of seq_len + 1 tokens: whole sequences of chats one after another, then padding.
 
-    The held-out part has every N-th sequence, at any seq_len. Raises ConfigError if no sequence is left, or, with
+    The held-out part has every N-th unit, at any seq_len. Raises ConfigError if no sequence is left, or, with
     too_long = "fail", if one does not fit a row.
     """
+
+    sides: ClassVar[int] = 1
+    """Consecutive sequences of the cache that lie in one row: a unit."""
+    unit: ClassVar[str] = "chat"
 
     def __init__(
         self,
@@ -210,37 +220,57 @@ class ChatRows(PackedSequences):
         self.key = f"{cache.key}/{rules}"
         ends = np.asarray(cache.document_ends)
         starts = np.concatenate([[0], ends[:-1]])
+        starts, lengths = (each.reshape(-1, self.sides) for each in (starts, ends - starts))
         period = round(1 / held_out_fraction) if held_out_fraction else 0
-        held_out = np.arange(len(ends)) % period == period // 2 if period else np.zeros(len(ends), bool)
-        chosen = np.flatnonzero(held_out if part == "validation" else ~held_out)
-        lengths = (ends - starts)[chosen]
-        self.too_long = int((lengths > seq_len + 1).sum())
-        if self.too_long and chat.too_long == "fail":
-            first = chosen[lengths > seq_len + 1][0]
+        if period == 1 or (period and abs(1 / period - held_out_fraction) > 0.05 * held_out_fraction):
+            near = ", ".join(f"{1 / each:.3g}" for each in sorted({max(2, period), period + 1}))
             raise ConfigError(
-                f"{cache.place(first)}: {ends[first] - starts[first]:,} tokens, and {self.too_long - 1:,} other "
-                f'sequences, do not fit training.seq_len = {seq_len}; chat.too_long = "skip" leaves them out, '
-                '"truncate_end" cuts their end off'
+                f"validation.held_out_fraction = {held_out_fraction:g}: every N-th {self.unit} is held out: use {near}"
+            )
+        held_out = np.arange(len(starts)) % period == period // 2 if period else np.zeros(len(starts), bool)
+        if part == "validation" and period and not held_out.any():
+            raise ConfigError(
+                f"validation.held_out_fraction = {held_out_fraction:g} holds out none of {len(starts)} {self.unit}s: "
+                f"set {1 / max(2, len(starts)):.2g}, or validation.dataset_path"
+            )
+        chosen = np.flatnonzero(held_out if part == "validation" else ~held_out)
+        lengths = lengths[chosen]
+        fits_row = lengths.sum(1) <= seq_len + 1
+        self.too_long = int((~fits_row).sum())
+        if self.too_long and chat.too_long == "fail":
+            first = np.flatnonzero(~fits_row)[0]
+            others = "sequences" if self.sides == 1 else f"{self.unit}s"
+            raise ConfigError(
+                f"{cache.place(self.sides * chosen[first])}: {lengths[first].sum():,} tokens, and "
+                f"{self.too_long - 1:,} other {others}, do not fit training.seq_len = {seq_len}; "
+                'chat.too_long = "skip" leaves them out, "truncate_end" cuts their end off'
             )
         if chat.too_long == "skip":
-            chosen, lengths = chosen[lengths <= seq_len + 1], lengths[lengths <= seq_len + 1]
-        lengths = np.minimum(lengths, seq_len + 1)
-        labels = _count(cache.trained, starts[chosen], lengths)
-        kept = labels > 0
+            chosen, lengths = chosen[fits_row], lengths[fits_row]
+        lengths = self._cut(lengths)
+        labels = _count(cache.trained, starts[chosen].ravel(), lengths.ravel()).reshape(-1, self.sides)
+        kept = (labels > 0).all(1)
         self.without_labels = int((~kept).sum())
         chosen, lengths, labels = chosen[kept], lengths[kept], labels[kept]
         if not len(chosen):
             what = "validation" if part == "validation" else "training"
-            raise ConfigError(f"{cache.folder}: no chat for {what} fits training.seq_len = {seq_len}")
-        fits = best_fit(lengths, seq_len + 1) if chat.packing == "best_fit" else [[each] for each in range(len(chosen))]
+            raise ConfigError(f"{cache.folder}: no {self.unit} for {what} fits training.seq_len = {seq_len}")
+        whole = lengths.sum(1)
+        fits = best_fit(whole, seq_len + 1) if chat.packing == "best_fit" else [[each] for each in range(len(chosen))]
         order = np.fromiter((each for row in fits for each in row), np.int64, len(chosen))
-        self._starts, self.lengths = starts[chosen][order], lengths[order]
+        self._starts, self.lengths = starts[chosen][order].ravel(), lengths[order].ravel()
         """Places and lengths of the sequences, in the order of rows."""
-        self._rows = np.concatenate([[0], np.cumsum([len(row) for row in fits])])
+        self._rows = np.concatenate([[0], np.cumsum([self.sides * len(row) for row in fits])])
         """Row r has the sequences from _rows[r] up to _rows[r + 1]."""
-        self.labels = np.add.reduceat(labels[order], self._rows[:-1])
+        self.labels_by_sequence = labels[order].ravel()
+        """Labels with loss, by sequence."""
+        self.labels = np.add.reduceat(self.labels_by_sequence, self._rows[:-1])
         """Labels with loss, by row."""
         self.num_sequences, self.num_tokens = len(fits), int(lengths.sum())
+
+    def _cut(self, lengths: np.ndarray) -> np.ndarray:
+        """Tokens that are kept of each unit's sequences, (n, sides), so that each unit fits a row."""
+        return np.minimum(lengths, self.seq_len + 1)
 
     def at(self, positions: np.ndarray, seed: int) -> np.ndarray:
         return sequence_at(positions, self.num_sequences, seed)

@@ -4,12 +4,15 @@ import html
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from components.config import ConfigError, JobConfig, mistake
+from components.config.files import write_page
+from components.config.tables import Distill
 from components.data.cache import prepare
 from components.data.datasets import mixtures, packed, spec_of
 from components.data.loader import IGNORED, batch_of
@@ -29,12 +32,12 @@ b {{ background: #cdeccd }} hr {{ border: 0; border-top: 1px solid #bbb }}</styl
 
 def rows_of(config: JobConfig) -> ChatRows:
     """The training rows of a job. Raises ConfigError if it does not train on chats."""
-    if config.training.dataset_format != "chat":
-        reason = 'only rows of chats and token files are shown; use "chat" or "tokens"'
+    if not config.training.has_chats:
+        reason = 'only rows of chats, of pairs and token files are shown; use "chat", "preference" or "tokens"'
         raise ConfigError(mistake(config, "training.dataset_format", reason))
     held_out = config.validation.enable and not config.validation.dataset_path
     given = ("train", config.validation.held_out_fraction) if held_out else ()
-    found = packed(config, prepare(spec_of(config)), config.training.seq_len, *given)
+    found = packed(replace(config, distill=Distill()), prepare(spec_of(config)), config.training.seq_len, *given)
     assert isinstance(found, ChatRows)
     return found
 
@@ -149,7 +152,10 @@ def show(config: JobConfig, number: int | None, as_json: bool, page: Path | None
             "".join(f"<b>{html.escape(text)}</b>" if trained else html.escape(text) for trained, text in chat)
             for chat in chats
         )
-        page.write_text(_PAGE.format(title=f"row {number} of {len(rows):,}", body=body), encoding="utf-8")
+        try:
+            write_page(page, _PAGE.format(title=f"row {number} of {len(rows):,}", body=body))
+        except OSError as error:
+            raise ConfigError(f"--html {page}: {error.strerror}") from None
         print(f"written: {page}")
         return
     colours = (_DIM, _TRAINED) if sys.stdout.isatty() else ("", "")

@@ -216,12 +216,14 @@ def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
 def _matches(pattern: str) -> Iterator[Path]:
     """Yields the matches of a glob. walk resolves **, because the ** of Python's glob follows circular links."""
     parts = Path(pattern).parts
+    there = next((n for n in range(len(parts), 0, -1) if Path(*parts[:n]).exists()), 0)  # a name may have [brackets]
+    literal = [glob.escape(part) for part in parts[:there]]
     if "**" not in parts:
-        yield from map(Path, glob.glob(pattern))
+        yield from map(Path, glob.glob(str(Path(*literal, *parts[there:]))))
         return
     first = parts.index("**")
     tail = (*parts[first:], "*") if parts[-1] == "**" else parts[first:]
-    for folder in glob.glob(str(Path(*parts[:first]))):
+    for folder in glob.glob(str(Path(*literal, *parts[there:first]))):
         yield from (file for file in walk(Path(folder)) if covers(tail, file.relative_to(folder).parts))
 
 
@@ -240,6 +242,11 @@ def read_documents(file: Path, text_field: str) -> Iterator[Document | BadRecord
         yield from READERS[ending(file)](file, text_field)
     except ConfigError as error:
         yield BadRecord(str(error))
+
+
+def has_fields(file: Path) -> bool:
+    """Whether the texts of a data file are fields of its records."""
+    return READERS[ending(file)] is not _read_text
 
 
 def read_records(file: Path) -> Iterator[Record]:

@@ -20,6 +20,7 @@ from components.config import ConfigError
 from components.config.files import read_json
 from components.config.keys import short
 from components.data.cache import DataSpec
+from components.data.formats import STREAM_END
 from components.data.sources import Unread, check_inside, ending, find_files, unread_files
 from components.data.tokenizer import fingerprint, load_tokenizer
 from components.data.tokens import MappedTokens, Segment
@@ -163,11 +164,15 @@ def read_arrow(file: Path) -> TokenFile:
 
     try:
         source = pyarrow.memory_map(str(file))
-        open_ = ipc.open_file if source.read(6) == b"ARROW1" else ipc.open_stream
+        is_file = source.read(6) == b"ARROW1"
+        open_ = ipc.open_file if is_file else ipc.open_stream
         source.seek(0)
         table = open_(source).read_all()
     except (pyarrow.ArrowException, OSError) as error:
         raise ConfigError(f"{file}: cannot be read as Arrow: {str(error).splitlines()[0]}") from None
+    source.seek(source.size() - 8)
+    if not is_file and source.read() != STREAM_END:  # as formats.arrow_rows
+        raise ConfigError(f"{file}: an IPC stream without its end")
     if "input_ids" not in table.column_names:
         raise ConfigError(f'{file}: no column "input_ids"; it has {", ".join(table.column_names)}')
     others = [name for name in ("labels", *_MASKS) if name in table.column_names]

@@ -333,7 +333,7 @@ def check_tokenizer(config: JobConfig) -> list[str]:
     """
     path, separator = config.model.hf_assets_path, config.training.dataset_separator
     lines = passed_over(path)
-    if config.training.dataset_format == "chat":  # a template has the tokens around a chat
+    if config.training.has_chats:  # a template has the tokens around a chat
         return lines
     if separator not in (AUTO, NONE):
         tokenizer = load_tokenizer(path, NONE)

@@ -14,8 +14,8 @@ _LOG, _GRACE = "MESHWRIGHT_RANK_LOG", "MESHWRIGHT_GRACE_SECONDS"
 
 
 def variables(log: str, grace_seconds: float) -> dict[str, str]:
-    """Environment variables of a rank, besides LAUNCHER_PIPE: its log, and its time for saving."""
-    return {_LOG: os.path.abspath(log), _GRACE: str(grace_seconds)}
+    """Environment variables of a rank, besides LAUNCHER_PIPE: its log, if it has one, and its time for saving."""
+    return {_LOG: os.path.abspath(log) if log else "", _GRACE: str(grace_seconds)}
 
 
 def launcher_pipe() -> int | None:
@@ -28,13 +28,18 @@ def grace_seconds() -> float:
 
 
 def rank_log() -> str | None:
-    """The file to which the launcher copies this rank's output."""
-    return os.environ.get(_LOG)
+    """The file to which the launcher copies this rank's output; None if there is no such file."""
+    return os.environ.get(_LOG) or None
+
+
+def has_joined() -> bool:
+    """Whether another launcher has started this rank (joining.py). Nothing ends such a rank if it takes too long."""
+    return LAUNCHER_PIPE in os.environ and not rank_log()
 
 
 def outlive_readers() -> None:
     """Redirects Python's output to the rank's log once the launcher stops reading, because a write would then fail."""
-    if rank_log():
+    if LAUNCHER_PIPE in os.environ:
         sys.stdout, sys.stderr = _text(1, sys.stdout), _text(2, sys.stderr)
 
 

@@ -47,8 +47,17 @@ keep other threads from the cores of a busy machine (tests/benchmarks/busy.py)."
 def preload(modules: list[str], threads: int) -> None:
     """Starts the fork server, which imports these modules; does not wait for the imports.
 
-    threads: OpenMP threads of each rank. OpenMP reads this number when torch is imported. Raises ConfigError as
-    shorten_temporary_folder does.
+    threads: OpenMP threads of each rank. Raises ConfigError as shorten_temporary_folder does.
+    """
+    set_variables(threads)
+    _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
+    forkserver.ensure_running()
+
+
+def set_variables(threads: int) -> None:
+    """Sets the environment variables that libraries of a rank read when they are imported.
+
+    threads: OpenMP threads of the rank. Raises ConfigError as shorten_temporary_folder does.
     """
     for name, value in {"OMP_NUM_THREADS": str(threads), **OPENMP}.items():
         set_default(name, value)
@@ -58,8 +67,6 @@ def preload(modules: list[str], threads: int) -> None:
     if not os.environ.get("LOGLEVEL"):
         os.environ.pop("LOGLEVEL", None)  # torch.distributed.elastic cannot be imported with an empty one
     shorten_temporary_folder()
-    _FORKS.set_forkserver_preload(["components.launch.fork_server", *modules])
-    forkserver.ensure_running()
 
 
 def shorten_temporary_folder() -> None:

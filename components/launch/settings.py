@@ -7,8 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from components.config import ConfigError, JobConfig
+from components.config.environment import wrong
 from components.config.keys import FIELDS, describe_type
 from components.config.names import UNAVAILABLE_VALUES
+from components.launch.joining import rank_variables
 from components.launch.process import cores
 from parallelize.mesh import minimum_ranks
 
@@ -29,10 +31,12 @@ class Settings:
     restarts: int = 0
     shutdown_seconds: int = 300
     """Time from a signal to SIGKILL."""
+    joined: int = 0
+    """Ranks of all nodes if another launcher has started them, maybe not as many on each node; else 0."""
 
     @property
     def world_size(self) -> int:
-        return self.ranks * self.nodes
+        return self.joined or self.ranks * self.nodes
 
     @property
     def threads(self) -> int:
@@ -43,6 +47,11 @@ class Settings:
 def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings:
     """Reads the settings of this node. Raises ConfigError with every wrong variable."""
     mistakes: list[str] = []
+    rank = rank_variables(environment)
+    joined, local = (int(rank.get(name, 0)) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    if rank:
+        place = {"RDZV_ENDPOINT": f"{rank['MASTER_ADDR']}:{rank['MASTER_PORT']}", "LOG_RANK": "all", "NODE_RANK": ""}
+        environment = {**environment, "NGPU": str(local), "NNODES": str(-(-joined // local)), **place}
 
     def integer(name: str, default: int, least: int, most: float = float("inf")) -> int:
         text = environment.get(name, "") or str(default)
@@ -61,7 +70,9 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
     endpoint = environment.get("RDZV_ENDPOINT", "")
     if nodes > 1 and not endpoint:
         mistakes.append(wrong(environment, "NNODES", "RDZV_ENDPOINT is needed too: host:port of one of the nodes"))
-    if endpoint and not re.fullmatch(r".+:\d{1,5}", endpoint):
+    if endpoint and not environment.get("NNODES"):
+        mistakes.append(wrong(environment, "RDZV_ENDPOINT", "NNODES is needed too: how many nodes meet there"))
+    if endpoint and not (re.fullmatch(r".+:\d{1,5}", endpoint) and 0 < int(endpoint.rpartition(":")[2]) < 2**16):
         mistakes.append(wrong(environment, "RDZV_ENDPOINT", "expected host:port"))
     integer("TORCH_FR_BUFFER_SIZE", 0, 0)  # torch would end on another value
     # One number per level of nested parallelism. OpenMP would ignore any other value, and use all cores.
@@ -86,6 +97,7 @@ def read_settings(config: JobConfig, environment: Mapping[str, str]) -> Settings
         shown=shown,
         restarts=integer("MAX_RESTARTS", 0, 0),
         shutdown_seconds=integer("SHUTDOWN_TIMEOUT_SECONDS", 300, 0),
+        joined=joined,
     )
     if mistakes:
         raise ConfigError(mistakes)
@@ -110,14 +122,11 @@ OTHERS = {
     "TORCHFT_LIGHTHOUSE": ("", "", "torchft is not available: unset it; MAX_RESTARTS starts lost ranks again"),
     "PET_NNODES": ("1", "NNODES", "only torchrun reads it; set NNODES and RDZV_ENDPOINT"),
     "PET_NPROC_PER_NODE": ("", "NGPU", "only torchrun reads it; set NGPU"),
-    "WORLD_SIZE": ("1", "NNODES", "run_train.sh starts the ranks itself; set NNODES, RDZV_ENDPOINT and NGPU"),
+    "OMPI_COMM_WORLD_SIZE": ("1", "NNODES", "mpirun starts one launcher a node: set NNODES, RDZV_ENDPOINT and NGPU"),
+    "WORLD_SIZE": ("1", "NNODES", "set NNODES, RDZV_ENDPOINT and NGPU to start ranks, or LOCAL_RANK too to be one"),
 }
 """Variables of torchtitan's and torchrun's launchers: the value without effect, the variable that replaces them here,
 and the remedy."""
-
-
-def wrong(environment: Mapping[str, str], name: str, reason: str) -> str:
-    return f'environment: {name} = "{environment.get(name, "")}": {reason}'
 
 
 def _default_ranks(config: JobConfig, nodes: int) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from components.launch.exit_codes import ExitCode
 from components.launch.locks import end_process
-from components.launch.orphan import grace_seconds, launcher_pipe
+from components.launch.orphan import grace_seconds, has_joined, launcher_pipe
 from components.launch.process import say
 
 T = TypeVar("T")
@@ -145,6 +145,8 @@ class StopSignal:
             if self._signals in ready:
                 for number in os.read(self._signals, 64):
                     self._receive(number)
+                if has_joined() and self.request.number:
+                    deadline = min(deadline, self.request.time + grace_seconds())
 
     def _receive(self, number: int) -> None:
         if number not in STOP_SIGNALS:

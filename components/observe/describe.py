@@ -3,13 +3,15 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from components.config import JobConfig, LRScheduler, to_dict
+from components.config import JobConfig, LRScheduler, RopeScaling, to_dict
 from components.config.bounds import is_folder
 from components.config.keys import show
+from components.optim.averages import average_bytes
 from components.optim.optimizer import learning_rate, rate_settings, state_bytes
 from models import meta_model, sizes
 from parallelize.mesh import Degrees, draw_layout, global_batch_size
@@ -28,7 +30,7 @@ def introduce(
     each = config.parallelism.fsdp_reduce_gradients == "each"
     parameters = [parameter for stage in stages for parameter in stage.parameters()]
     of_state = state_bytes(stages, config.optimizer), 1 if each else batches, config.optimizer.state_offload
-    memory = describe_memory(parameters, *of_state)
+    memory = describe_memory(parameters, *of_state, average_bytes(stages, config.averages.ema_decay))
     return "\n".join([*job, describe(config, degrees), memory, *data])
 
 
@@ -40,6 +42,9 @@ def describe(config: JobConfig, degrees: Degrees) -> str:
     changes = "".join(f", {name} = {value}" for name, value in model.sizes.items()) if named else ""
     count = sum(parameter.numel() for parameter in whole)
     lines = [f"{model.name} {model.flavor}{changes}, {count:,} parameters"]
+    if base := config.optimizer.mup_base:
+        width = sizes(model).dim / sizes(replace(model, flavor=base, sizes={}, rope_scaling=RopeScaling())).dim
+        lines.append(f"rates and starting values by width (muP): {width:g} times that of {base}")
     lines.append(draw_layout(degrees, config.parallelism.pipeline_first))
     if degrees.pp > 1:
         lines.append(describe_stages(config.parallelism, sizes(model).n_layers))
@@ -74,7 +79,7 @@ def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) ->
         own = learning_rate(step, config.lr_scheduler, config.optimizer.lr, steps)
         return own, learning_rate(min(step, end), old, peak, end)
 
-    roles = any(key.endswith(".lr_factor") for key in changed)
+    roles = any(key.endswith((".lr_factor", ".mup_base")) for key in changed)
     first = next((each for each in range(step + 1, steps + 1) if roles or not math.isclose(*rates(each))), None)
     if first is None:
         return []

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import platform
 import re
@@ -10,7 +9,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ import torch
 
 from components.config import ROOT, ConfigError, JobConfig, absolute_tables, mistake
 from components.config.files import replace
+from components.config.keys import short
 from components.launch.locks import RUN_LOCK, holder, keep_lock
 from components.observe.report import draw_loss, read_rows
+from components.observe.rows import Rows
 from components.observe.trackers import Row, Tracker, trackers
 
 # Dense bfloat16 FLOP/s by CUDA's device name, from the makers' data sheets. Other devices get no MFU.
@@ -55,10 +56,10 @@ class Metrics:
         self.peak = None if config.comm.share_gpus else peak_flops(_device_name(device))
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
         self.trackers: list[Tracker] = []
-        self.rows = self.folder / "metrics.jsonl"
+        self.rows = Rows(self.folder / "metrics.jsonl")
+        self.samples, self.evaluation = Rows(self.folder / "samples.jsonl"), Rows(self.folder / "evaluation.jsonl")
         self.started = self.last_time = time.perf_counter()
         self.last_step = self.last_tokens = self.first_step = 0
-        self.torn = self.told = False
         if rank == 0:
             self._write_run(layout)
 
@@ -69,10 +70,10 @@ class Metrics:
         if self.rank:
             return
         with self._refusing():
-            if not step and self.rows.exists():  # the rows are another run's
-                self.rows.replace(self.folder / f"metrics-until-{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl")
-            rows = read_rows(self.rows)
-            replace(self.rows, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+            self.rows.resume(step)
+            for rows in (self.samples, self.evaluation):
+                if rows.path.exists():
+                    rows.resume(step)
         self.trackers = trackers(self.config, step)
 
     def log(self, step: int, tokens: int, **values: Any) -> None:
@@ -108,13 +109,48 @@ class Metrics:
         """Fraction of all ranks' peak FLOP/s at this many FLOPs a token; None on an unknown device."""
         return flops_per_token * row["tokens_per_second"] / (self.peak * self.world_size) if self.peak else None
 
-    def log_validation(self, step: int, loss: float, tokens: int, by_source: dict[str, float] | None = None) -> None:
-        """Write the row of a validation."""
+    def log_validation(self, step: int, loss: float, tokens: int, more: Mapping[str, Any] | None = None) -> None:
+        """Write the row of a validation, with what the objective logs beside the loss."""
         if self.rank:
             return
+        more = more or {}
         row: Row = {"step": step, "validation_loss": loss, "validation_tokens": tokens}
-        self._write(row | ({"validation_loss_by_source": by_source} if by_source else {}))
-        self._print(f"step {step}  validation loss {loss:.4f}  ({tokens:,} tokens)", colour="32")
+        # A validation has no terms, so its loss is the unregularized one.
+        named = {f"validation_{name}": each for name, each in more.items() if name != "unregularized_loss"}
+        self._write(row | {name: value for name, value in named.items() if value != {}})
+        ema = f", of the average {more['loss_ema']:.4f}" if "loss_ema" in more else ""
+        accuracy = f"  reward accuracy {more['reward_accuracy']:.1%}" if "reward_accuracy" in more else ""
+        self._print(f"step {step}  validation loss {loss:.4f}{ema}{accuracy}  ({tokens:,} tokens)", colour="32")
+
+    def log_text_loss(self, step: int, seen: tuple[float, int]) -> None:
+        """Write the row of the loss of validation.text_path; seen: the loss, and the number of labels."""
+        if self.rank:
+            return
+        loss, tokens = seen
+        self._write({"step": step, "validation_text_loss": loss, "validation_text_tokens": tokens})
+        self._print(f"step {step}  loss of the text {loss:.4f}  ({tokens:,} tokens)", colour="32")
+
+    def log_samples(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Write what the model says: a row of prompt, text and tokens for each prompt."""
+        if self.rank:
+            return
+        for sample in samples:
+            self.samples.write({"step": step, **sample})
+            self._print(f"step {step}  {short(sample['prompt'], 60)} → {short(sample['text'], 120)}", colour="35")
+        self._track({"step": step} | {f"samples/{number}": said(each) for number, each in enumerate(samples, 1)})
+
+    def log_evaluation(self, step: int, results: dict[str, dict[str, Any]]) -> None:
+        """Write the numbers of each task: a row of evaluation.jsonl each, and one of metrics.jsonl for all."""
+        if self.rank:
+            return
+        for task, numbers in results.items():
+            self.evaluation.write({"step": step, "task": task, **numbers})
+            shown = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items() if isinstance(value, float))
+            self._print(f"step {step}  {task}  {shown}", colour="32")
+        flat = {f"{task}/{name}": value for task, numbers in results.items() for name, value in numbers.items()}
+        self._write(
+            {"step": step, "evaluation": {name: each for name, each in flat.items() if isinstance(each, float)}}
+        )
 
     def log_dynamics(self, step: int, tables: dict[str, dict[str, float]]) -> None:
         """Write the row of a step whose dynamics were sampled: table -> part of the model -> number."""
@@ -133,22 +169,16 @@ class Metrics:
             tracker.close()
         self.trackers = []
         try:
-            draw_loss(read_rows(self.rows), self.folder / "loss.png", self.config.job.description)
+            draw_loss(read_rows(self.rows.path), self.folder / "loss.png", self.config.job.description)
         except Exception as error:  # a picture must not hide how the run ended
             print(f"loss.png could not be drawn: {error}", file=sys.stderr)
 
     def _write(self, row: dict[str, Any]) -> None:
-        row = _without_nan(row)
-        try:
-            with self.rows.open("a") as file:
-                file.write("\n" * self.torn + json.dumps(row) + "\n")  # a line break first, to end a torn row
-            self.torn = False
-        except OSError as error:  # a full disk must not end the run
-            if not self.told:
-                print(f"step {row['step']}: rows are lost: {self.rows}: {error.strerror}", file=sys.stderr, flush=True)
-            self.torn = self.told = True
+        self._track(_flat(self.rows.write(row)))
+
+    def _track(self, row: dict[str, Any]) -> None:
         for tracker in self.trackers:
-            tracker.write(_flat(row))
+            tracker.write(row)
 
     def _print(self, line: str, colour: str) -> None:
         coloured = self.config.metrics.color_printing and (sys.stdout.isatty() or bool(os.environ.get("FORCE_COLOR")))
@@ -215,11 +245,9 @@ def git_revision() -> dict[str, Any]:
     return {"revision": git("rev-parse", "HEAD"), "dirty": None if status is None else bool(status)}
 
 
-def _without_nan(value: Any) -> Any:
-    """Replaces numbers that are not finite by None (null), because JSON has no NaN."""
-    if isinstance(value, dict):
-        return {key: _without_nan(inside) for key, inside in value.items()}
-    return value if value is None or math.isfinite(value) else None
+def said(sample: dict[str, Any]) -> str:
+    """A sample as one text, for trackers."""
+    return f"{sample['prompt']} → {sample['text']}"
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

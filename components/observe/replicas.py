@@ -4,7 +4,8 @@ import itertools
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,17 @@ class Replicas:
     """Compares every freq steps; check is called by all ranks together."""
 
     def __init__(
-        self, freq: int, stages: Sequence[nn.Module], optimizer: torch.optim.Optimizer, mesh: Mesh, device: torch.device
+        self,
+        freq: int,
+        stages: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        mesh: Mesh,
+        device: torch.device,
+        averages: Mapping[nn.Parameter, Tensor] = MappingProxyType({}),
     ) -> None:
-        """freq: steps between two comparisons, 0 for never."""
+        """freq: steps between two comparisons, 0 for never; averages: of parameters, which are compared too."""
         self.stages, self.optimizer, self.mesh, self.device = stages, optimizer, mesh, device
+        self.averages = averages
         self.dimensions = [name for name in _DIMENSIONS if mesh[name].size() > 1]
         self.freq = freq if self.dimensions else 0
 
@@ -55,6 +63,8 @@ class Replicas:
         everywhere = frozenset(self.dimensions)
         for name, parameter in (each for stage in self.stages for each in stage.named_parameters()):
             state = {f"{name} ({key})": value for key, value in self.optimizer.state.get(parameter, {}).items()}
+            if parameter in self.averages:
+                state[f"{name} (average)"] = self.averages[parameter]
             for label, tensor in {name: parameter.detach(), **state}.items():
                 if isinstance(tensor, DTensor):
                     names, placements = tensor.device_mesh.mesh_dim_names or (), tensor.placements

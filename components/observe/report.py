@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import jinja2
 
-from components.config.files import read_json_if_whole
+from components.config.files import read_json_if_whole, write_page
 
 Points = tuple[Sequence[float], Sequence[float | None]]
 """x and y; a y of None is a gap."""
@@ -24,6 +24,7 @@ SIZE = (4.8, 3.0)
 
 class Picture(Protocol):
     title: str
+    size: tuple[float, float]
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""
@@ -43,6 +44,13 @@ class Panel:
     """Dashed lines; the space under the first line, where values are good, is shaded."""
     named: bool = False
     """Show the legend also for a single line."""
+    size: tuple[float, float] = SIZE
+    xlabel: str = "step"
+    log_x: bool = False
+    ticks: Sequence[str] = ()
+    """Names of x = 0, 1, ..."""
+    dots: Points = ((), ())
+    """Single values beside the lines."""
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes; lines beyond the number of colours are grey."""
@@ -53,12 +61,12 @@ class Panel:
         for number, (name, (x, y)) in enumerate(self.lines.items()):
             if self.shades:
                 style: dict[str, Any] = {"color": colormaps["viridis"](0.9 * number / max(1, last))}
-                style |= {"label": _plain(name)} if number in (0, last) else {}
+                style |= {"label": plain(name)} if number in (0, last) else {}
             elif number < len(COLOURS):
                 # Dashes make lines visible that lie on top of each other.
                 style = {
                     "color": COLOURS[number],
-                    "label": _plain(name),
+                    "label": plain(name),
                     "ls": (0, (4, 1.5 + number % 4)) if number else "-",
                 }
             else:
@@ -66,15 +74,24 @@ class Panel:
             values = [math.nan if value is None or (self.log and value <= 0) else value for value in y]
             axes.plot(x, values, **{"lw": 1.3, "marker": "o" if len(values) < 12 else "", "ms": 3} | style)
         for number, (name, (x, y)) in enumerate(self.limits.items()):
-            axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=_plain(name))
+            axes.plot(x, y, "--", color="#999999" if number else "#333333", lw=1, label=plain(name))
             if number == 0:
                 axes.fill_between(x, y, color="#009E73", alpha=0.1, lw=0)
+        axes.plot(*self.dots, "o", color="#999999", ms=3, zorder=1)
         drawn = [*self.lines.values(), *self.limits.values()]
         if self.log and any(value and value > 0 for _, y in drawn for value in y):
             axes.set_yscale("log")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        axes.set_title(_plain(self.title), fontsize=11)
-        axes.set(xlabel="step", ylabel=self.unit)
+        if self.ticks:
+            axes.set_xticks(range(len(self.ticks)), [plain(name) for name in self.ticks])
+        elif self.log_x:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({value for x, _ in drawn for value in x})
+            shown = ticks[:: max(1, len(ticks) // 5)]
+            axes.set_xticks(shown, [f"{value:g}" for value in shown])
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(integer=self.xlabel == "step", nbins=6))
+        axes.set_title(plain(self.title), fontsize=11)
+        axes.set(xlabel=self.xlabel, ylabel=self.unit)
         axes.grid(alpha=0.3)
         names = axes.get_legend_handles_labels()[1]
         if len(names) > 1 or self.named:
@@ -83,23 +100,27 @@ class Panel:
             axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """Escapes text: matplotlib would draw text between two $ as a formula, and leave out labels that begin with _."""
     return " " * text.startswith("_") + text.replace("$", r"\$")
 
 
 def draw(panels: Sequence[Picture], path: Path, columns: int = 2) -> None:
-    """All panels as one PNG. Raises OSError."""
-    figure, all_axes = _figure(len(panels), columns)
+    """All panels as one PNG, each of the first one's size. Raises OSError."""
+    figure, all_axes = _figure(len(panels), columns, panels[0].size)
     for panel, axes in zip(panels, all_axes, strict=False):
         panel.draw(axes)
     figure.savefig(path, dpi=160, bbox_inches="tight")
 
 
+_LOSSES = {"loss": "training", "validation_loss": "validation", "validation_loss_ema": "validation of the average"}
+"""Field of a row -> its name in loss.png."""
+
+
 def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
     """Training and validation loss by step, as a PNG."""
     lines = {}
-    for key, label in (("loss", "training"), ("validation_loss", "validation")):
+    for key, label in _LOSSES.items():
         steps, losses = points(rows, key)
         if steps:
             lines[f"{label}: {losses[-1]:.3f}"] = (steps, losses)
@@ -107,10 +128,10 @@ def draw_loss(rows: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def page(path: Path, title: str, sections: Iterable["Section"]) -> None:
-    """Write the page. Raises OSError."""
+    """Write the page. Raises OSError, also if a file is there that is no page."""
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     template = jinja2.Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html")
-    path.write_text(template.render(title=title, sections=list(sections), picture=_as_address), encoding="utf-8")
+    write_page(path, template.render(title=title, sections=list(sections), picture=_as_address))
 
 
 @dataclass
@@ -128,13 +149,13 @@ class Section:
     """Whether the text is good news or bad."""
 
 
-def _figure(panels: int, columns: int) -> tuple[Any, list[Any]]:
+def _figure(panels: int, columns: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(columns, panels)
     rows = math.ceil(panels / columns)
-    figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows), layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for left in axes[panels:]:
@@ -148,7 +169,7 @@ def _as_address(panel: Picture) -> str:
 
     file = io.StringIO()
     with rc_context({"svg.hashsalt": panel.title}):  # the same page each time
-        figure, (axes,) = _figure(1, 1)
+        figure, (axes,) = _figure(1, 1, panel.size)
         panel.draw(axes)
         figure.savefig(file, format="svg", bbox_inches="tight", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(file.getvalue().encode()).decode()
@@ -181,7 +202,17 @@ def points(rows: Iterable[dict[str, Any]], *path: str) -> Points:
 
 CURVES = {
     "loss": ("training loss", "nats a token"),
+    "unregularized_loss": ("training loss without terms", "nats a token"),
     "validation_loss": ("validation loss", "nats a token"),
+    "validation_loss_ema": ("validation loss of the weights' average", "nats a token"),
+    "validation_text_loss": ("validation loss of text", "nats a token"),
+    "reward_margin": ("reward margin", "chosen - rejected"),
+    "reward_accuracy": ("reward accuracy", "share of pairs"),
+    "logp_chosen": ("log-probability of the chosen", "nats"),
+    "logp_rejected": ("log-probability of the rejected", "nats"),
+    "reference_drift": ("drift from the reference", "nats"),
+    "validation_reward_margin": ("reward margin of held-out pairs", "chosen - rejected"),
+    "validation_reward_accuracy": ("reward accuracy of held-out pairs", "share of pairs"),
     "grad_norm": ("gradient norm", "before clipping"),
     "lr": ("learning rate", ""),
     "tokens_per_second": ("speed", "tokens a second, all ranks"),
@@ -215,6 +246,20 @@ def source_panels(rows: list[dict[str, Any]]) -> list[Panel]:
     return [Panel(BY_SOURCE[key], "nats a token", named, named=True) for key, named in lines.items() if named]
 
 
+def evaluation_panels(rows: list[dict[str, Any]]) -> list[Panel]:
+    """A panel for each metric of tasks ([evaluation]), with a line for each task; empty without tasks."""
+    named = [name.rpartition("/") for name in dict.fromkeys(name for row in rows for name in row.get("evaluation", ()))]
+    return [
+        Panel(
+            metric,
+            "",
+            {task: points(rows, "evaluation", f"{task}/{metric}") for task, _, own in named if own == metric},
+            named=True,
+        )
+        for metric in dict.fromkeys(metric for *_, metric in named)
+    ]
+
+
 def dynamics_panels(rows: list[dict[str, Any]]) -> list[Panel]:
     """One run's dynamics (metrics.dynamics_freq) with a line for each layer; empty if they are off."""
     tables: dict[str, Any] = next((row["dynamics"] for row in rows if "dynamics" in row), {})
@@ -246,6 +291,7 @@ def run_report(folders: Sequence[Path], path: Path) -> None:
     for name, rows in runs.items():
         for title, panels in (
             (f"Sources of {name}" if several else "Sources of the mixture", source_panels(rows)),
+            (f"Tasks of {name}" if several else "Tasks", evaluation_panels(rows)),
             (f"Inside {name}" if several else "Inside the model", dynamics_panels(rows)),
         ):
             if panels:

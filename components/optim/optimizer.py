@@ -16,6 +16,7 @@ from components.config import JobConfig, LRScheduler, Optimizer
 from components.optim.muon import Muon
 from components.optim.rounded_adam import RoundedAdam
 from components.optim.visits import Visits
+from models.mup import Scale
 from models.parameters import Kind, Role
 from parallelize.mesh import Mesh
 from parallelize.sharding import exact_norms, is_copy, local_part
@@ -148,32 +149,42 @@ RATE_SCHEDULES: dict[str, Callable[[float], float]] = {
 
 
 def build_optimizer(stages: list[nn.Module], config: Optimizer, shared: Shared | None = None) -> torch.optim.Optimizer:
-    """The optimizer of the trained parameters of all stages, which are grouped by role."""
-    parameters: dict[Role, list[tuple[str, nn.Parameter]]] = {role: [] for role in get_args(Role)}
-    for role, name, parameter in _trained(stages):
-        parameters[role].append((name, parameter))
-    groups = [_group(role, members, config) for role, members in parameters.items()]
+    """The optimizer of the trained parameters of all stages, which are grouped by role and by factor of the rate."""
+    parameters: dict[tuple[Role, float], list[tuple[str, nn.Parameter]]] = {(role, 1.0): [] for role in get_args(Role)}
+    for role, name, parameter, scale in scaled(stages):
+        factor = scale.orthogonal_rate if config.name == "Muon" and role in _OF_MUON else scale.rate
+        parameters.setdefault((role, factor), []).append((name, parameter))
+    groups = [_group(role, members, config, factor) for (role, factor), members in parameters.items()]
     return OPTIMIZERS[config.name](groups, config, shared or Shared())
 
 
-def _trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, str, nn.Parameter]]:
+def trained(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, str, nn.Parameter]]:
+    """Yields (role, layout-free name, parameter) of the trained parameters of all stages."""
+    return ((role, name, parameter) for role, name, parameter, _ in scaled(stages))
+
+
+def scaled(stages: Iterable[nn.Module]) -> Iterator[tuple[Role, str, nn.Parameter, Scale]]:
+    """Yields (role, layout-free name, parameter, factors by width) of the trained parameters of all stages."""
     for stage in stages:
         for name, parameter in stage.named_parameters():
             kind: Kind = stage.kind(name)  # type: ignore[operator]
             if kind.trained:
-                yield kind.role, name, parameter
+                yield kind.role, name, parameter, stage.scale(name)  # type: ignore[operator]
 
 
-def _group(role: Role, parameters: list[tuple[str, nn.Parameter]], config: Optimizer) -> dict[str, Any]:
+def _group(
+    role: Role, parameters: list[tuple[str, nn.Parameter]], config: Optimizer, factor: float = 1.0
+) -> dict[str, Any]:
+    """The parameters whose rate has this factor by width; rate x decay is the same at every width."""
     own = getattr(config, role)
-    decay = config.weight_decay if own.weight_decay is None else own.weight_decay
+    decay = (config.weight_decay if own.weight_decay is None else own.weight_decay) / factor
     members = {"params": [parameter for _, parameter in parameters], "names": [name for name, _ in parameters]}
-    return members | {"role": role, "lr": config.lr, "rate": own.lr_factor, "weight_decay": decay}
+    return members | {"role": role, "lr": config.lr, "rate": own.lr_factor * factor, "weight_decay": decay}
 
 
 def state_bytes(stages: Iterable[nn.Module], config: Optimizer) -> int:
     """Bytes that the optimizer keeps of this rank's parts of all parameters that it trains."""
-    return sum(_state_bytes(role, parameter, config) for role, _, parameter in _trained(stages))
+    return sum(_state_bytes(role, parameter, config) for role, _, parameter in trained(stages))
 
 
 def _state_bytes(role: Role, parameter: Tensor, config: Optimizer) -> int:
@@ -221,7 +232,13 @@ def rate_settings(config: JobConfig) -> dict[str, Any]:
     """Key -> value of every setting on which a step's learning rates depend. A checkpoint keeps them."""
     schedule = asdict(config.lr_scheduler) | {"total_steps": config.lr_scheduler.total_steps or config.training.steps}
     roles = {f"optimizer.{role}.lr_factor": getattr(config.optimizer, role).lr_factor for role in get_args(Role)}
-    return {"optimizer.lr": config.optimizer.lr, **roles, **{f"lr_scheduler.{key}": schedule[key] for key in schedule}}
+    width = {"optimizer.mup_base": config.optimizer.mup_base}
+    return {
+        "optimizer.lr": config.optimizer.lr,
+        **width,
+        **roles,
+        **{f"lr_scheduler.{key}": schedule[key] for key in schedule},
+    }
 
 
 def local_gradients(parameters: Sequence[Tensor]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:

@@ -4,11 +4,13 @@ python -m components.state export RUN FOLDER               adapter_model.safeten
 python -m components.state merge RUN --to FOLDER           the whole model, as transformers loads it
 """
 
+import json
 import math
 import re
 import shutil
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,65 +20,89 @@ from torch import Tensor, nn
 from components.config import EXPORTS, ConfigError, JobConfig, Lora, absolute_tables
 from components.config.files import make_staging, publish, read_json, refuse_pointer, staging_of, write_json
 from components.data.hub import first_line
-from components.state.base import check_base, load_run, read_base
+from components.state.base import load_run, precisions, read_base
 from components.state.card import write_card
-from components.state.checkpoint import Checkpointer
-from components.state.folder import chat_of, chosen_model, separator_of
+from components.state.checkpoint import MAY_CHANGE, Checkpointer
+from components.state.folder import chat_of, chosen_model, find_checkpoint, peek, separator_of
 from components.state.push import push_last
-from components.state.tensors import check_finite, load_tensors
+from components.state.tensors import SavedWeights, check_finite
 from components.state.weights import Folder, export, write_tensors
-from models import meta_model
+from models import meta_model, sizes
 from models.lora import merged
 from models.peft import Place, places, targets
 from parallelize.mesh import Mesh
+from parallelize.rules import check_model
 from parallelize.sharding import own_slice
 from parallelize.together import read_together, together
 
 
-def export_run(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
+def open_run(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
+    """find_checkpoint, with the model that the checkpoint was saved from: a later start may have stretched contexts.
+
+    Raises ConfigError as find_checkpoint does, and if there is no such model.
+    """
+    config, checkpoint = find_checkpoint(run, step)
+    chosen, saved = chosen_model(config), (peek(checkpoint) or {}).get("model") or {}
+    check_model(JobConfig(model=chosen))
+    now = json.loads(json.dumps(asdict(sizes(chosen))))
+    before = {name: saved[name] for name in MAY_CHANGE if name in saved}
+    if any(now[name] != value for name, value in before.items()):
+        config["model"] |= {"sizes": {**chosen.sizes, **before}, "rope_scaling": {}}
+    return config, checkpoint
+
+
+def export_run(config: dict[str, Any], source: Path | SavedWeights, path: Path, dtype: torch.dtype) -> None:
     """Write a run's checkpoint for Hugging Face: a whole model for transformers, or adapters for PEFT.
 
-    config: the run's job file. Called by all ranks. Replaces what is there.
+    config: the run's job file; source: the checkpoint, or weights made from some. Called by all ranks. Replaces what is
+    there.
     """
     chosen = chosen_model(config)
     if chosen.lora.rank:
-        export_adapters(config, checkpoint, path, dtype)
+        export_adapters(config, source, path, dtype)
     else:
         tokenizer = config["model"]["hf_assets_path"]
-        export(meta_model(chosen), checkpoint, path, tokenizer, dtype, separator_of(config), chat_of(config))
+        export(meta_model(chosen), source, path, tokenizer, dtype, separator_of(config), chat_of(config))
 
 
 def export_last(config: JobConfig, checkpoint: Path) -> None:
     """export_run of a run's last checkpoint, with its card, and its upload to hf_repo. Called by all ranks."""
     job, tables, run = config.checkpoint, absolute_tables(config), Path(config.job.dump_folder)
-    export_run(tables, checkpoint, run / EXPORTS, getattr(torch, job.export_dtype))
+    weights = SavedWeights([checkpoint], config.averages.export)
+    export_run(tables, weights, run / EXPORTS, getattr(torch, job.export_dtype))
     first = torch.distributed.get_rank() == 0
     if first:
-        try_card(run / EXPORTS, run, checkpoint, tables)
+        try_card(run / EXPORTS, run, checkpoint, tables, what(tables, [], config.averages.export))
     if job.hf_repo:
         torch.distributed.destroy_process_group()  # an upload may take longer than the other ranks would wait
         if first:
             push_last(run / EXPORTS, job.hf_repo, job.hf_repo_private)
 
 
-def try_card(folder: Path, run: Path, checkpoint: Path, config: dict[str, Any]) -> None:
+def what(config: dict[str, Any], steps: Sequence[int], averages: bool) -> str:
+    """How exported weights were averaged, as text for the card; empty if they were not."""
+    if averages:
+        return f"moving average over steps, decay {config['averages']['ema_decay']:g}"
+    return f"mean after steps {', '.join(map(str, steps))}" if steps else ""
+
+
+def try_card(folder: Path, run: Path, checkpoint: Path, config: dict[str, Any], averaged: str = "") -> None:
     """write_card for an exported checkpoint step-N. A failure is only told: weights are worth more than their card."""
     try:
-        write_card(folder, run, int(checkpoint.name.rpartition("-")[2]), config)
+        write_card(folder, run, int(checkpoint.name.rpartition("-")[2]), config, averaged)
     except Exception as error:
         print(f"{folder}: no model card: {first_line(error)}", file=sys.stderr, flush=True)
 
 
-def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
+def export_adapters(config: dict[str, Any], source: Path | SavedWeights, path: Path, dtype: torch.dtype) -> None:
     """Write a checkpoint's adapters as a folder that PEFT loads beside their base. Replaces what is there.
 
-    config: the run's job file. Called by all ranks. Raises OSError on every rank if the first cannot write.
+    config, source: as in export_run. Called by all ranks. Raises OSError on every rank if the first cannot write.
     """
     chosen = chosen_model(config)
     model = meta_model(chosen)
     found = places(model)
-    tensors = {f"model.{name}": torch.empty(model.get_parameter(name).shape) for name in found}
-    load_tensors(tensors, checkpoint, convert=True)
+    weights = SavedWeights([source]) if isinstance(source, Path) else source
     table, start = config["model"]["lora"], config["checkpoint"]
     fused = {place.target.rpartition(".")[2]: place.parts for place in found.values() if place.parts > 1}
     # PEFT uses the first pattern that matches. If no pattern matches a module, PEFT warns that patterns are ignored.
@@ -101,7 +127,7 @@ def export_adapters(config: dict[str, Any], checkpoint: Path, path: Path, dtype:
         staging = make_staging(path)
         theirs = {place.name: torch.zeros(place.shape, dtype=dtype) for place in found.values()}
         for name, place in found.items():
-            place.of(theirs[place.name]).copy_(tensors[f"model.{name}"])
+            place.of(theirs[place.name]).copy_(weights[name])
         write_tensors(theirs, staging / "adapter_model.safetensors")
         write_json(staging / "adapter_config.json", described)
         shutil.rmtree(publish(staging, path), ignore_errors=True)
@@ -225,16 +251,19 @@ def load_adapters(stages: list[nn.Module], path: Path) -> None:
     check_finite({name: parameter for name, parameter, _ in named}, path)
 
 
-def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype) -> None:
-    """Merge a checkpoint's adapters into their base, and write the model for transformers.
+def merge(config: dict[str, Any], checkpoint: Path, path: Path, dtype: torch.dtype, averages: bool = False) -> None:
+    """Merge a checkpoint's adapters, or their averages, into their base, and write the model for transformers.
 
     The whole model is in memory. Raises ConfigError if the base is not the one that the adapters were trained on.
     """
     chosen = chosen_model(config)
     model = meta_model(chosen, config["training"]["dtype"]).to_empty(device="cpu")
     model.tie_weights()
-    load_run(model, config, checkpoint)
-    check_base(model, checkpoint)
+    load_run(model, config, checkpoint, precisions(model))
+    if averages:
+        weights = SavedWeights([checkpoint], averages)
+        for name in places(model):
+            model.get_parameter(name).data.copy_(weights[name])
     plain = meta_model(replace(chosen, lora=Lora()))
     tokenizer = config["model"]["hf_assets_path"]
     export(plain, merged(model), path, tokenizer, dtype, separator_of(config), chat_of(config))

@@ -63,22 +63,31 @@ def _sum_of_hashes(parameter: Tensor, key: int) -> Tensor:
     return total
 
 
-def load_run(model: Any, config: dict[str, Any], checkpoint: Path) -> None:
+def precisions(model: nn.Module) -> dict[str, torch.dtype]:
+    """Name of a parameter -> its precision."""
+    return {name: each.dtype for name, each in model.named_parameters()}
+
+
+def load_run(model: Any, config: dict[str, Any], checkpoint: Path, of_run: dict[str, torch.dtype]) -> None:
     """Fill a model, or this rank's slices of it, from a checkpoint of the run with this job file (run.json).
 
     With adapters, the base is made from the run's seed, or read from the run's initial_load_path. Raises ConfigError if
-    anything does not fit.
+    anything does not fit, or if the base is another one, which is known only in the precisions of the run.
+
+    of_run: precisions of the run's model, which may differ from those of this one.
     """
     if model.adapted:
         table = config["checkpoint"]
         initialize_weights(model, model.init_std, config["debug"]["seed"])
         given = Checkpoint(**{key: table[key] for key in ("initial_load_path", "initial_load_in_hf")})
         Checkpointer(Path(), given, [model], torch.optim.SGD(model.parameters())).load_initial()
+        if precisions(model) == of_run:
+            _check_base(model, checkpoint)
     kept = {name: each.detach() for name, each in model.named_parameters() if is_adapter(name) or not model.adapted}
     load_tensors({f"model.{name}": tensor for name, tensor in kept.items()}, checkpoint, convert=True)
 
 
-def check_base(model: Any, checkpoint: Path) -> None:
+def _check_base(model: Any, checkpoint: Path) -> None:
     """Raises ConfigError if the model's base, in the run's precision, is not the base of the checkpoint's adapters."""
     here, there = hash_of_base([model]), (peek(checkpoint) or {}).get("base")
     if here != there:

@@ -19,16 +19,20 @@ _NOT_SHOWN = {"job.config_file", "job.dump_folder"}
 """Keys that say where a run was on its machine."""
 
 
-def write_card(folder: Path, run: Path, step: int, config: dict[str, Any]) -> None:
+def write_card(folder: Path, run: Path, step: int, config: dict[str, Any], averaged: str = "") -> None:
     """Write the card of the weights that a run had after this step into their folder.
 
     run: the dump_folder, with run.json and metrics.jsonl; the card leaves out what they lack. config: the run's job, as
-    in run.json. Raises OSError if a file cannot be read or written.
+    in run.json; averaged: how weights of several steps were averaged, in which case the card has no losses, which are
+    not theirs. Raises OSError if a file cannot be read or written.
     """
     rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] <= step]
     if rows:
         draw_loss(rows, folder / _CURVE, config["job"]["description"])
-    (folder / "README.md").write_text(_card(config, _facts(config, run, rows, step), bool(rows)), encoding="utf-8")
+    facts = {"weights": averaged} | _facts(config, run, rows, step)
+    if averaged:
+        facts |= {"training loss": "", "validation loss": ""}
+    (folder / "README.md").write_text(_card(config, facts, bool(rows)), encoding="utf-8")
 
 
 def _card(config: dict[str, Any], facts: dict[str, str], curve: bool) -> str:
@@ -68,12 +72,13 @@ def _facts(config: dict[str, Any], run: Path, rows: list[dict[str, Any]], step: 
     git, (base, revision) = about.get("git") or {}, base_model(config)
     trained: dict[str, Any] = next((row for row in reversed(rows) if row.get("loss") is not None), {})
     validated: dict[str, Any] = next((row for row in reversed(rows) if row.get("validation_loss") is not None), {})
+    unit = " a pair" if config["training"].get("dataset_format") == "preference" else " nats a token"
     dirty = ", with changes" if git.get("dirty") else ""
     return {
         "started from": f"{base} at {revision}" if revision else base or _shown(_start(config)),
         "steps": f"{step:,}",
         "tokens with labels": f"{trained['tokens']:,}" if "tokens" in trained else "",
-        "training loss": f"{trained['loss']:.4f} nats a token, at step {trained['step']:,}" if trained else "",
+        "training loss": f"{trained['loss']:.4f}{unit}, at step {trained['step']:,}" if trained else "",
         "validation loss": f"{validated['validation_loss']:.4f}, at step {validated['step']:,}" if validated else "",
         "layout": f"{about.get('layout', '')}, ranks: {about.get('ranks', '?')}" if about.get("layout") else "",
         "device": str(about.get("device", "")),

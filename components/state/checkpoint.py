@@ -1,7 +1,7 @@
 """Checkpoints that any layout can load: tensors by torch.distributed.checkpoint, the rest as JSON.
 
     <dump_folder>/checkpoint/step-20/
-        .metadata, __0_0.distcp, ...   tensors: model.<name>, optimizer.<name>.<moment>
+        .metadata, __0_0.distcp, ...   tensors: model.<name>, optimizer.<name>.<moment>, averages.<name>
         state.json                     step, sequences consumed, what the data order depends on
         manifest.json                  size and hash of every file
 
@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from components.config import Checkpoint, ConfigError
 from components.config.files import REPLACED, STAGING, digest, patiently, publish, write_json
 from components.launch.signals import Agreement
+from components.optim.averages import WeightAverages
 from components.state.choice import ABANDONED, DAMAGED, Choice, choose, put_aside
 from components.state.copies import HostCopies
 from components.state.folder import (
@@ -52,7 +53,7 @@ from components.state.folder import (
 from components.state.remote import Remote
 from components.state.tensors import fill_copies, load_tensors
 from components.state.torchtitan import is_foreign, load_torchtitan
-from components.state.weights import left_out, load_weights
+from components.state.weights import left_out_of_stages, load_weights
 from models.parameters import is_adapter
 from parallelize.groups import patient_group, print_on_rank_0
 from parallelize.sharding import settle
@@ -60,9 +61,9 @@ from parallelize.together import read_together, together
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """How Python numbers in an optimizer's state are saved."""
-_MAY_CHANGE = ("rope_scaling", "context_length", "frozen")
-"""Fields of a model's configuration: a run may go on with longer sequences, or with other frozen weights."""
-_MAY_START_OTHERWISE = ("rope_theta", "window_rope_theta", "window", "full_every")
+MAY_CHANGE = ("rope_scaling", "context_length")
+"""Fields of a model's configuration: a run may go on with longer sequences."""
+_MAY_START_OTHERWISE = ("rope_theta", "window_rope_theta", "window", "full_every", "frozen")
 """Fields that may differ, too, in a run that starts from the weights of another."""
 _MOST_SPARED = 3
 """Checkpoints beyond keep_latest_k that stay while they are copied to checkpoint.remote."""
@@ -72,9 +73,15 @@ class Checkpointer:
     """Saves and loads one run's checkpoints. Every method is called by all ranks together."""
 
     def __init__(
-        self, folder: Path, config: Checkpoint, stages: list[nn.Module], optimizer: torch.optim.Optimizer
+        self,
+        folder: Path,
+        config: Checkpoint,
+        stages: list[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        averages: WeightAverages | None = None,
     ) -> None:
         self.folder, self.config, self.stages, self.optimizer = folder, config, stages, optimizer
+        self.averages = averages or WeightAverages(0.0, stages)
         # A separate group: collectives of a background save must not mix with those of training.
         self._group = patient_group()
         self._background = _thread() if config.async_mode == "async" else None
@@ -125,12 +132,13 @@ class Checkpointer:
         older checkpoints are untouched.
         """
         self.wait()
-        tensors = self._tensors(with_optimizer=not model_only)
+        tensors = self._tensors(with_optimizer=not model_only) | dict(self._averages())
         lineage = {"version": VERSION, "branch": asdict(self.branch), "ranks": dist.get_world_size()}
         lineage["model"] = self._model()
         lineage |= {"base": self.base, "adapter_scale": self.adapter_scale} if self.base else {}
         # Without moments, no step has been accepted so far.
         lineage["has_moments"] = any(self._together(lambda: bool(self.optimizer.state)))
+        lineage["has_averages"] = self.averages.started
         state = {**state, **lineage, "step": step, "model_only": model_only, "in_doubt": not prune}
         if self._background is None:
             settle()
@@ -225,8 +233,7 @@ class Checkpointer:
         more = ""
         if self.config.initial_load_in_hf:
             load_weights(self.stages, path, self.config.initial_load_new_rows)
-            model: Any = self.stages[0]
-            more = read_together(lambda: left_out(model, path), first_only=True)[0]
+            more = left_out_of_stages(self.stages, path)
         state = None if self.config.initial_load_in_hf else self._load_checkpoint(path, model_only)
         if state is None:
             print_on_rank_0(f"weights from {path}{more}")
@@ -255,7 +262,10 @@ class Checkpointer:
         """
         check_state(saved)
         state = saved.state or {}
-        self._check_model(saved.folder, state.get("model") or {}, _MAY_CHANGE + _MAY_START_OTHERWISE * model_only)
+        self._check_model(saved.folder, state.get("model") or {}, MAY_CHANGE + _MAY_START_OTHERWISE * model_only)
+        if self.base and not state.get("base"):
+            reason = "all weights were trained, and lora.rank trains adapters: use another job.dump_folder, with"
+            raise ConfigError(f"{saved.folder} is refused: {reason} checkpoint.initial_load_path = {saved.folder}")
         if self.base and (there := state.get("base")) != self.base:
             reason = f"its adapters were trained on another base, {there}; this one is {self.base}"
             raise ConfigError(f"{saved.folder} is refused: {reason}: look at checkpoint.initial_load_path")
@@ -265,7 +275,10 @@ class Checkpointer:
         with_optimizer = not (model_only or "optimizer" in self.excluded) and state.get("has_moments", True)
         if with_optimizer:
             _allocate_state(self.optimizer)
+        if not model_only:
+            self._begin_averages(saved.folder, state.get("has_averages", False))
         named = [*self._named_tensors(with_optimizer, of_base=model_only)]
+        named += self._averages()
         tensors = dict(named)
         load_tensors(tensors, saved.folder, self._group, convert=model_only)
         fill_copies(named, tensors)
@@ -310,6 +323,20 @@ class Checkpointer:
         for name, state, key in self._kept() if with_optimizer else ():
             value = state[key]
             yield name, value if isinstance(value, Tensor) else torch.tensor(value, dtype=_NUMBERS[type(value)])
+
+    def _averages(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name in the checkpoint, average) of each trained parameter."""
+        return ((f"averages.{name}", average) for name, average in self.averages.named())
+
+    def _begin_averages(self, folder: Path, there: bool) -> None:
+        """Allocate the averages, to load into, if run and checkpoint have them; says if only one of the two has."""
+        if self.averages.decay and there and "averages" not in self.excluded:
+            self.averages.start()
+        elif self.averages.decay:
+            why = "checkpoint.exclude_from_loading has averages" if there else f"{folder} has no average"
+            print_on_rank_0(f"{why}: the average of the weights starts anew, from the weights after the next step")
+        elif there:
+            print_on_rank_0(f"averages.ema_decay = 0: the average of the weights in {folder} is not loaded")
 
     def _kept(self) -> Iterator[tuple[str, dict[str, Any], str]]:
         """The optimizer's state of trained parameters: (name in the checkpoint, dict that holds the value, its key)."""
@@ -393,13 +420,17 @@ class Checkpointer:
         spared = [saved for saved in removed if self.remote and saved.folder in self.remote.held][-_MOST_SPARED:]
         for saved in removed:
             if saved not in spared:
-                # Renamed first, because a half removed folder would look like a torn checkpoint.
-                shutil.rmtree(saved.folder.rename(self.folder / f"{STAGING}{saved.folder.name}"), ignore_errors=True)
+                self._remove(saved.folder)
+
+    def _remove(self, folder: Path) -> None:
+        """Remove a checkpoint; renamed first, because a half removed one looks torn, or like another program's."""
+        shutil.rmtree(folder.rename(self.folder / f"{STAGING}{folder.name}"), ignore_errors=True)
 
     def _tidy(self) -> None:
         """Remove what a killed save left: its staging folder, and the checkpoint that it was replacing.
 
-        A replaced checkpoint is restored if nothing has its name, and put aside if it belongs to another branch.
+        A replaced checkpoint is restored if nothing has its name, and put aside if it belongs to another branch, or
+        if no run of ours has written it.
         """
         names = names_in(self.folder)
         for name in [name for name in names if name.startswith(STAGING)]:
@@ -408,8 +439,10 @@ class Checkpointer:
             path, target = self.folder / name, self.folder / name.removeprefix(REPLACED)
             if target.name not in names:
                 path.rename(target)
-            elif Saved(0, path, peek(path)).branch.number == Saved(0, target, peek(target)).branch.number:
-                shutil.rmtree(path, ignore_errors=True)
+                continue
+            before, now = (Saved(0, each, peek(each)) for each in (path, target))
+            if before.state is not None and before.branch.number == now.branch.number:
+                self._remove(path)
             else:
                 put_aside(path, f"{ABANDONED}{target.name}")
 

@@ -169,7 +169,7 @@ def separator_of(config: dict[str, Any]) -> str:
 
 def chat_of(config: dict[str, Any]) -> Chat | None:
     """The table chat of a run's job file; None for a run that was not trained on chats."""
-    return Chat(**config["chat"]) if config["training"].get("dataset_format") == "chat" else None
+    return Chat(**config["chat"]) if config["training"].get("dataset_format") in ("chat", "preference") else None
 
 
 def listed(there: list[Saved]) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from components.optim.counter_hash import chunks
 from components.state.packed import to_fill
-from models.parameters import Uniform
+from models.parameters import Constant, Uniform
 from models.random_bits import key_of, mixed, shifted
 from parallelize.sharding import own_slice
 
@@ -26,11 +26,11 @@ def give_memory(stages: list[nn.Module], device: torch.device) -> None:
 
 def initialize_weights(
     model: nn.Module,
-    init_std: Callable[[str], float | Uniform | None],
+    init_std: Callable[[str], float | Uniform | Constant | None],
     seed: int,
     device: torch.device | None = None,
 ) -> None:
-    """Fill every parameter in place: normal with init_std(name), uniform, or ones if init_std(name) is None.
+    """Fill every parameter in place: normal with init_std(name), uniform, constant, or ones if it is None.
 
     device: where the numbers are computed, by default the device of each parameter. With the GPU as device, parameters
     offloaded to the CPU get the bits of the GPU.
@@ -38,8 +38,8 @@ def initialize_weights(
     for name, parameter in model.named_parameters():
         std = init_std(name)
         with torch.no_grad(), to_fill(parameter) as numbers:
-            if std is None:
-                numbers.fill_(1.0)
+            if std is None or isinstance(std, Constant):
+                numbers.fill_(1.0 if std is None else std.value)
             else:
                 _fill(numbers, std, key_of(seed, name), device or parameter.device)
 

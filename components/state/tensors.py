@@ -3,7 +3,8 @@
 import io
 import itertools
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -76,6 +77,52 @@ def _parsed(folder: Path, raw: bytes) -> Metadata:
         raise ConfigError(f"{folder} is refused: {error}") from error
 
 
+class SavedWeights(Mapping[str, Tensor]):
+    """A run's parameters by name, float32, read from its checkpoints on request.
+
+    Several checkpoints give the mean of their weights, which is summed in float64 in the given order.
+    """
+
+    def __init__(self, checkpoints: Sequence[Path], averages: bool = False) -> None:
+        """averages: whether to read the averages of trained parameters (components/optim/averages.py).
+
+        Called by all ranks. Raises ConfigError as open_reader does, or if there are no averages.
+        """
+        self.readers = [open_reader(checkpoint) for checkpoint in checkpoints]
+        self.averages = averages
+        for reader in self.readers:
+            if averages and not any(name.startswith("averages.") for name in reader.metadata.state_dict_metadata):
+                raise ConfigError(f"{reader.path}: no average of the weights in it; the run had averages.ema_decay = 0")
+
+    def __getitem__(self, name: str) -> Tensor:
+        first, *others = (self._read(reader, name) for reader in self.readers)
+        if not others:
+            return first
+        total = first.double()
+        for reader, other in zip(self.readers[1:], others, strict=True):
+            if other.shape != first.shape:
+                raise ConfigError(f"{reader.path}: {name} has the shape {[*other.shape]}, not {[*first.shape]}")
+            total += other
+        return (total / len(self.readers)).float()
+
+    def _read(self, reader: Reader, name: str) -> Tensor:
+        there = reader.metadata.state_dict_metadata
+        key = f"averages.{name}" if self.averages and f"averages.{name}" in there else f"model.{name}"
+        if key not in there:
+            raise ConfigError(f"{reader.path}: {name} is missing")
+        tensors = {key: torch.empty(there[key].size)}  # type: ignore[union-attr]
+        with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        return tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        names = (name.partition(".") for name in self.readers[0].metadata.state_dict_metadata)
+        return (name for kind, _, name in names if kind == "model")
+
+    def __len__(self) -> int:
+        return len([*iter(self)])
+
+
 def load_tensors(
     tensors: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None, convert: bool = False
 ) -> None:
@@ -127,8 +174,20 @@ def check_fit(tensors: dict[str, Tensor], reader: Reader, convert: bool) -> None
     # Each pipeline stage has its own tensors, so a saved tensor is in the model if any stage has it.
     names = set().union(*gather(set(tensors)))
     misfits = [misfit for found in gather([*_misfits(tensors, names, reader, convert)]) for misfit in found]
-    if misfits:
-        raise ConfigError([f"{reader.path} does not fit this model: {misfit}" for misfit in dict.fromkeys(misfits)])
+    found = [*dict.fromkeys(misfits)]
+    if remedy := _remedy(found):
+        raise ConfigError(f"{reader.path} does not fit this run: {found[0]}, and {len(found) - 1} others: {remedy}")
+    if found:
+        raise ConfigError([f"{reader.path} does not fit this model: {misfit}" for misfit in found])
+
+
+def _remedy(misfits: list[str]) -> str:
+    """A sentence for all misfits, if a key of the optimizer or the precision of weights explains them."""
+    if misfits and all(misfit.startswith("optimizer.") for misfit in misfits):
+        return 'keep optimizer.name and state_dtype, or set checkpoint.exclude_from_loading = ["optimizer"]'
+    if misfits and all(" is torch." in misfit for misfit in misfits):
+        return "keep training.dtype, or use another job.dump_folder, with checkpoint.initial_load_path"
+    return ""
 
 
 def _misfits(tensors: dict[str, Tensor], names: set[str], reader: Reader, convert: bool) -> Iterator[str]:

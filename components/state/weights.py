@@ -7,30 +7,39 @@ and checkpoint.initial_load_in_hf starts a run from such a folder. The model def
 """
 
 import math
+import re
 import shutil
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from components.config import Chat, ConfigError
-from components.config.files import inside, make_staging, publish, read_json_as, refuse_pointer, staging_of, write_json
+from components.config.files import (
+    grouped,
+    inside,
+    make_staging,
+    publish,
+    read_json_as,
+    refuse_pointer,
+    staging_of,
+    write_json,
+)
 from components.data.chats import export_template
 from components.data.tokenizer import export_tokenizer
 from components.state.packed import to_fill
 from components.state.quantized import Quantization, widened
-from components.state.tensors import Reader, check_finite, open_reader
+from components.state.tensors import SavedWeights, check_finite
 from models.hugging_face import Part
 from models.parameters import is_adapter, tied_names
 from parallelize.sharding import own_slice
 from parallelize.together import read_together, together
 
-_FILE_BYTES = 5 * 2**30  # maximum, unless one tensor is larger
+FILE_BYTES = 5 * 2**30
+"""Maximum size of a file, unless one tensor is larger."""
 _SHOWN = 8
 """Maximum number of misfits of one kind that a message lists."""
 TABLES = ("tok_embeddings.weight", "output.weight")
@@ -53,8 +62,11 @@ class HuggingFaceModel(Protocol):
     def hf_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         """A parameter's precision in a folder whose precision is dtype."""
 
-    def hf_ignores(self, there: str) -> bool:
-        """Whether a tensor of a folder is one that the model does without."""
+    def hf_copies(self, name: str) -> list[str]:
+        """Further names of a parameter in a folder, under which the folder may hold equal copies of it."""
+
+    def hf_ignores(self, there: str, mtp_layers: int = 0) -> bool:
+        """Whether a tensor of a folder is one that the model does without; mtp_layers: those that the folder has."""
 
     def hf_config(self) -> dict[str, Any]:
         """The content of config.json."""
@@ -78,6 +90,7 @@ class _Config:
     """The fields of config.json that describe the files."""
 
     quantization_config: Quantization | None = None
+    num_nextn_predict_layers: int | None = None
 
 
 class Folder:
@@ -109,8 +122,10 @@ class Folder:
                 stored |= tensors
             stored = _renamed(stored)
             config = path / "config.json"
-            given = read_json_as(_Config, config).quantization_config if config.exists() else None
-            wide, narrow = widened(stored, given)
+            given = read_json_as(_Config, config) if config.exists() else _Config()
+            self.mtp_layers = given.num_nextn_predict_layers or 0
+            """Layers of multi-token prediction that config.json tells of."""
+            wide, narrow = widened(stored, given.quantization_config)
         except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
             raise ConfigError(f"{path}: {error}") from error
         if not stored:
@@ -153,14 +168,15 @@ def _renamed(stored: dict[str, Any]) -> dict[str, Any]:
 def check_weights(model: HuggingFaceModel, path: Path, grown: bool = False) -> bool:
     """Raises ConfigError with every misfit of names, shapes and sizes between a folder and this (whole) model.
 
-    grown: the folder's tables of tokens may have fewer rows. Returns whether the folder has weights in low precision.
+    grown: the folder's tables of tokens may have fewer rows. It may lack new_layers. Returns whether the folder has
+    weights in low precision.
     """
+    folder = Folder(path)
+    there, new = folder.shapes(), new_layers(model, folder)
     wanted: dict[str, tuple[int, ...]] = {}
     for name, parameter in model.named_parameters():
-        for part, piece in _pieces(model, name, parameter):
+        for part, piece in [] if name.startswith(new) else _pieces(model, name, parameter):
             wanted[part.name] = part.whole_shape(tuple(piece.shape))
-    folder = Folder(path)
-    there = folder.shapes()
     missing = [f"{name} is missing" for name in wanted if name not in there]
     tables = {_part(model.hf_name(name)).name for name, _ in model.named_parameters() if grown and name in TABLES}
     smaller = {name for name in tables & there.keys() if (there[name][0] < wanted[name][0])}
@@ -171,8 +187,17 @@ def check_weights(model: HuggingFaceModel, path: Path, grown: bool = False) -> b
     ]
     tied = {_part(model.hf_name(name)).name: _part(model.hf_name(first)).name for name, first in tied_names(model)}
     other += [_another(name, first) for name, first in tied.items() if not _same(folder, name, first)]
-    behind = sorted(there.keys() - wanted.keys() - tied.keys())
-    extra = [f"{name} is not in this model" for name in behind if not model.hf_ignores(name)]
+    first_of = {
+        copy: _part(model.hf_name(name)).name for name, _ in model.named_parameters() for copy in model.hf_copies(name)
+    }
+    other += [
+        f"{copy} differs from {first}, which multi-token prediction shares: remove {copy} from the folder, or use "
+        "mtp_layers = 0"
+        for copy, first in first_of.items()
+        if not _same(folder, copy, first)
+    ]
+    behind = sorted(there.keys() - wanted.keys() - tied.keys() - first_of.keys())
+    extra = [f"{name} is not in this model" for name in behind if not model.hf_ignores(name, folder.mtp_layers)]
     if len(missing) == len(wanted):
         named = f"{next(iter(wanted))} is a name here, {min(there)} one there"
         missing, extra = [f"holds no tensor of this model by its name: {named}"], []
@@ -185,6 +210,16 @@ def check_weights(model: HuggingFaceModel, path: Path, grown: bool = False) -> b
     if misfits:
         raise ConfigError([f"{path}: {misfit}" for misfit in misfits])
     return folder.widens
+
+
+def new_layers(model: HuggingFaceModel, folder: Folder) -> tuple[str, ...]:
+    """The layers of multi-token prediction of which a folder has nothing, as beginnings of parameters' names.
+
+    Their weights stay those of step 0.
+    """
+    there = {int(found[1]) for name in folder.shapes() if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    own = sorted({int(name.split(".")[1]) for name, _ in model.named_parameters() if ".mtp." in name})
+    return tuple(f"layers.{number}." for number in own if number not in there)
 
 
 def rows_of(model: HuggingFaceModel, path: Path) -> int:
@@ -215,15 +250,26 @@ def _another(name: str, first: str) -> str:
 
 
 def left_out(model: HuggingFaceModel, path: Path) -> str:
-    """Text that names the tensors and files of a folder that are not read, to be added to a line; may be empty.
+    """Text that names what a folder has and the model does not read, and new_layers; to be added to a line.
 
-    path: a folder that check_weights has accepted. Raises ConfigError if a file cannot be read.
+    It may be empty. path: a folder that check_weights has accepted. Raises ConfigError if a file cannot be read.
     """
     folder = Folder(path)
-    ignored = sorted(filter(model.hf_ignores, folder.shapes()))
+    ignored = sorted(name for name in folder.shapes() if model.hf_ignores(name, folder.mtp_layers))
     said = [f"{len(ignored)} tensors that the model does without, such as {ignored[0]}"] if ignored else []
     said += [f"{name}, which the index does not name" for name in folder.left_out]
-    return f"; not read: {'; '.join(said)}" if said else ""
+    new = ", ".join(name.rstrip(".") for name in new_layers(model, folder))
+    begun = f"; it lacks {new}: multi-token prediction begins with the weights of step 0" if new else ""
+    return (f"; not read: {'; '.join(said)}" if said else "") + begun
+
+
+def left_out_of_stages(stages: list[nn.Module], path: Path) -> str:
+    """left_out of the whole model, of which only the last stage has layers of multi-token prediction.
+
+    Called by all ranks.
+    """
+    last: Any = stages[-1]
+    return max(read_together(lambda: left_out(last, path)), key=len)
 
 
 def load_weights(stages: list[nn.Module], path: Path, new_rows: str = "step_0") -> None:
@@ -238,8 +284,9 @@ def load_weights(stages: list[nn.Module], path: Path, new_rows: str = "step_0") 
 
 def _fill(stages: list[nn.Module], folder: Folder, by_mean: bool = False) -> None:
     for stage in stages:
+        new = new_layers(stage, folder)  # type: ignore[arg-type]
         for name, parameter in stage.named_parameters():
-            if is_adapter(name):
+            if is_adapter(name) or name.startswith(new):
                 continue
             with to_fill(parameter.detach()) as numbers:
                 part = _part(stage.hf_name(name))  # type: ignore[operator]
@@ -322,15 +369,12 @@ def export(
 
     def write() -> None:
         for number in range(rank, len(parts), ranks):
-            tensors = {f"model.{name}": torch.empty(parameter.shape) for name, parameter in parts[number].items()}
-            if reader is None:
-                tensors = {f"model.{name}": weights[name] for name in parts[number]}
-            else:
-                with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
-                    dcp.load(tensors, storage_reader=reader, no_dist=True)
             theirs: dict[str, Tensor] = {}
-            for name in parts[number]:
-                for part, piece in _pieces(model, name, tensors.pop(f"model.{name}")):
+            for name, parameter in parts[number].items():
+                tensor = weights[name]
+                if tensor.shape != parameter.shape:
+                    raise ConfigError(f"{name} is {tuple(tensor.shape)}, not {tuple(parameter.shape)}")
+                for part, piece in _written(model, name, tensor):
                     if part.name not in theirs:
                         kept = model.hf_dtype(name, dtype)
                         theirs[part.name] = torch.empty(part.whole_shape(tuple(piece.shape)), dtype=kept)
@@ -343,21 +387,24 @@ def export(
                 part.name: file
                 for file, parameters in zip(names, parts, strict=True)
                 for name, parameter in parameters.items()
-                for part, _ in _pieces(model, name, parameter)
+                for part, _ in _written(model, name, parameter)
             }
             all_parameters = [each for parameters in parts for each in parameters.items()]
-            size = sum(each.numel() * model.hf_dtype(name, dtype).itemsize for name, each in all_parameters)
+            size = sum(
+                piece.numel() * model.hf_dtype(name, dtype).itemsize
+                for name, each in all_parameters
+                for _, piece in _written(model, name, each)
+            )
             write_json(
                 staging / "model.safetensors.index.json", {"metadata": {"total_size": size}, "weight_map": where}
             )
         shutil.rmtree(publish(staging, path), ignore_errors=True)
 
-    weights = {} if isinstance(source, Path) else source
     try:
         together(begin, first_only=True)
-        reader = open_reader(source) if isinstance(source, Path) else None
-        if reader is not None:
-            _check_left_out(model, reader)
+        weights = SavedWeights([source]) if isinstance(source, Path) else source
+        if isinstance(weights, SavedWeights):
+            _check_left_out(model, weights)
         together(write)
         together(finish, first_only=True)
     except OSError as error:
@@ -375,17 +422,13 @@ def write_tensors(tensors: dict[str, Tensor], file: Path) -> None:
     file.chmod(0o644)  # safetensors makes it private to its owner
 
 
-def _check_left_out(model: HuggingFaceModel, reader: Reader) -> None:
+def _check_left_out(model: HuggingFaceModel, weights: SavedWeights) -> None:
     """Raises ConfigError on every rank if a parameter that a Hugging Face folder cannot hold is not 0."""
-    shapes = {f"model.{name}": each.shape for name, each in model.named_parameters() if not model.hf_name(name)}
-    if not shapes:
-        return
-    tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
-    with warnings.catch_warnings(action="ignore"):
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
-    if moved := [name for name, tensor in tensors.items() if tensor.any()]:
+    without = [name for name, _ in model.named_parameters() if not model.hf_name(name)]
+    if moved := [name for name in without if weights[name].any()]:
         more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
-        raise ConfigError(f"{reader.path}: {moved[0]}{more} is not 0, and a Hugging Face folder has no place for it")
+        path = weights.readers[0].path
+        raise ConfigError(f"{path}: model.{moved[0]}{more} is not 0, and a Hugging Face folder has no place for it")
 
 
 def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[Part, Tensor]]:
@@ -394,6 +437,11 @@ def _pieces(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple
     if "*" in part.name:
         return [(_numbered(part, number), piece) for number, piece in enumerate(parameter)]
     return [(part, parameter)] if part.name else []
+
+
+def _written(model: HuggingFaceModel, name: str, parameter: Tensor) -> list[tuple[Part, Tensor]]:
+    """As _pieces, with copies."""
+    return [*_pieces(model, name, parameter), *((Part(copy), parameter) for copy in model.hf_copies(name))]
 
 
 def _part(there: str | Part) -> Part:
@@ -410,17 +458,12 @@ def _files(model: HuggingFaceModel, dtype: torch.dtype) -> list[dict[str, Tensor
     for name, parameter in model.named_parameters():
         if there := _part(model.hf_name(name)).name:
             tensors.setdefault(there, {})[name] = parameter
-    parts: list[dict[str, Tensor]] = []
-    size = _FILE_BYTES
+    sized: list[tuple[dict[str, Tensor], int]] = []
     for parameters in tensors.values():
         held = {_part(model.hf_name(name)): each for name, each in parameters.items()}
         part, parameter = next(iter(held.items()))
-        sizes = sum(each.numel() for each in held.values())
-        assert sizes == math.prod(part.whole_shape(tuple(parameter.shape))), f"{[*held]}: not a whole tensor"
-        bytes_of_it = sizes * dtype.itemsize
-        if size + bytes_of_it > _FILE_BYTES:
-            parts.append({})
-            size = 0
-        parts[-1] |= parameters
-        size += bytes_of_it
-    return parts
+        size = sum(each.numel() for each in held.values())
+        assert size == math.prod(part.whole_shape(tuple(parameter.shape))), f"{[*held]}: not a whole tensor"
+        sized.append((parameters, size * dtype.itemsize))
+    files = grouped(sized, FILE_BYTES)
+    return [{name: each for parameters in file for name, each in parameters.items()} for file in files]

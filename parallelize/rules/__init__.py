@@ -1,13 +1,14 @@
 """The table of layouts that are refused, each with its reason and what would work. Checked before launch."""
 
+import math
 import os
 from collections.abc import Callable
 
-from components.config import JobConfig, Rule, check_rules
+from components.config import ConfigError, JobConfig, Rule, check_rules, mistake
 from parallelize.mesh import Degrees, global_batch_size, resolve_degrees
 from parallelize.rules import compile, expert, model, pipeline, tensor
 from parallelize.rules.chosen import check_sizes, resolved
-from parallelize.rules.device import DEVICE_RULES, Device
+from parallelize.rules.device import DEVICE_RULES, Device, unproven
 from parallelize.rules.names import NAMES
 from parallelize.rules.sizes import near_multiples, sizes_of
 from parallelize.rules.torch_names import PROVEN, check_torch, untried
@@ -32,10 +33,12 @@ def _ulysses_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def _global_batch_misfit(config: JobConfig, degrees: Degrees) -> str:
-    size, local = global_batch_size(config, degrees), config.training.local_batch_size
-    multiples = near_multiples(size, local * degrees.batch_ranks)
-    reason = f"training.local_batch_size = {local} x {degrees.batch_ranks} batch ranks; {multiples} would be"
-    return f"not a multiple of {reason}" if size % (local * degrees.batch_ranks) else ""
+    size, local, ranks = global_batch_size(config, degrees), config.training.local_batch_size, degrees.batch_ranks
+    if size % (local * ranks) == 0:
+        return ""
+    smaller = "" if size % ranks else f"; or use training.local_batch_size = {math.gcd(local, size // ranks)}"
+    multiples = near_multiples(size, local * ranks)
+    return f"not a multiple of training.local_batch_size = {local} x {ranks} batch ranks; {multiples} would be{smaller}"
 
 
 def _sums_misfit(config: JobConfig, degrees: Degrees) -> str:
@@ -102,6 +105,11 @@ RULES = [
         "A name that no matrix has would be a matrix without an adapter, which nobody sees.",
     ),
     Rule(
+        "optimizer.mup_base",
+        model.mup_misfit,
+        "Factors are ratios of a matrix's width to that of the base: without its like in the base there is no ratio.",
+    ),
+    Rule(
         "model.lora.base",
         model.packing_misfit,
         "A block of 64 numbers has one scale: a rank with half a block would have another scale than one process. It "
@@ -138,6 +146,12 @@ RULES = [
         pipeline.reshard_misfit,
         "torch gathers weights before a whole backward, and frees them after it. It would take gathering weights once "
         "more, for the second of two backwards.",
+    ),
+    _pipeline(
+        "pipeline_parallel_schedule",
+        pipeline.ahead_misfit,
+        "torch walks from each use of a weight to the weight. A later use leads through an earlier one, whose graph is "
+        "freed.",
     ),
     _pipeline(
         "fsdp_reduce_gradients",
@@ -269,6 +283,9 @@ def check_layout(config: JobConfig, degrees: Degrees) -> None:
 
 def checked(config: JobConfig) -> JobConfig:
     """The resolved job of a process, one of WORLD_SIZE, that ./run_train.sh did not start. Raises ConfigError."""
+    if config.parallelism.auto:
+        reason = "only ./run_train.sh fills in a layout: start with it, or set the keys of the layout"
+        raise ConfigError(mistake(config, "parallelism.auto", reason))
     config = resolved(config)
     check_layout(config, resolve_degrees(config, int(os.environ.get("WORLD_SIZE", "1"))))
     return config
@@ -277,6 +294,7 @@ def checked(config: JobConfig) -> JobConfig:
 def warnings(config: JobConfig, degrees: Degrees, ranks_per_node: int, on_cpu: bool) -> list[str]:
     """Accepted layouts that are slow or less exact, each with what would be better."""
     found = [f"torch {untried()} has not been tried; {PROVEN} has"] if untried() else []
+    found += [] if config.comm.mode == "fake_backend" else unproven()
     if ranks_per_node % degrees.tp:
         found.append(
             f"parallelism.tensor_parallel_degree = {degrees.tp}: a group of {degrees.tp} ranks spans nodes of "
@@ -307,4 +325,4 @@ def _multiplies_bfloat16() -> bool:
     """Whether oneDNN multiplies bfloat16 on this CPU. Without oneDNN, torch multiplies bfloat16 in scalar loops."""
     import torch
 
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

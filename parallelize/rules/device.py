@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,23 @@ def _torch_path() -> str:
     return str(spec.origin if spec else "")
 
 
+def _hip() -> str:
+    torch = sys.modules.get("torch")  # imported already where there are GPUs
+    return (torch.version.hip or "") if torch else ""
+
+
+def unproven() -> list[str]:
+    """A line about a device that is neither an NVIDIA GPU nor a CPU; none for these two. Imports torch."""
+    import torch
+
+    if _hip() and torch.cuda.is_available():
+        return [f"ROCm {_hip()}: nothing has been run on AMD GPUs; compare first steps as docs/other_devices.md says"]
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or kind.type == "cuda":
+        return []
+    return [f"the {kind.type} device is not used; the run computes on the CPU (docs/other_devices.md)"]
+
+
 @dataclass(frozen=True)
 class Device:
     """Facts that the rows of DEVICE_RULES read beside the job."""
@@ -21,6 +39,8 @@ class Device:
     """Compute capability of the GPUs; None on a CPU."""
     environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
     torch_path: str = field(default_factory=_torch_path)
+    hip: str = field(default_factory=_hip)
+    """ROCm's version if torch is a build for AMD GPUs; else empty."""
 
 
 Misfit = Callable[[JobConfig, Device], bool]
@@ -99,6 +119,11 @@ DEVICE_RULES = [
         "model.converters",
         _float8_misfit,
         "float8 needs CUDA with compute capability 8.9, or quantize.linear.float8.emulate = true",
+    ),
+    _lacking(
+        "model.converters",
+        lambda job, device: bool(device.hip and job.model.converters and not job.quantize.linear.float8.emulate),
+        "float8 products have run on NVIDIA GPUs alone; use quantize.linear.float8.emulate = true",
     ),
     _taken_away(
         "TORCHDYNAMO_SUPPRESS_ERRORS",

@@ -38,6 +38,22 @@ def lora_misfit(config: JobConfig, degrees: Degrees) -> str:
     return ""
 
 
+def mup_misfit(config: JobConfig, degrees: Degrees) -> str:
+    if not config.optimizer.mup_base:
+        return ""
+    from models import meta_model
+
+    try:
+        model = meta_model(config.model, mup_base=config.optimizer.mup_base)
+    except ValueError as error:
+        return str(error)
+    names = (name for name, _ in model.named_parameters()) if config.optimizer.norm.weight_decay else ()
+    for name in names:
+        if model.kind(name).role == "norm" and model.kind(name).zero and model.scale(name).start != 1:
+            return f"{name} multiplies by 1 + weight: optimizer.norm.weight_decay would undo its factor; use 0"
+    return ""
+
+
 def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
     if config.model.lora.base != "nf4":
         return ""
@@ -47,7 +63,7 @@ def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
     model = meta_model(replace(config.model, lora=Lora()))
     for name, parameter in model.named_parameters():
         kind, columns = model.kind(name), parameter.shape[-1]
-        ranks = degrees.tp if kind.into_residual else 1
+        ranks = degrees.tp if kind.into_residual or name.endswith("mtp.eh_proj.weight") else 1
         if kind.role in ("matrix", "expert") and columns % (BLOCK * ranks):
             shared = f", which {ranks} tensor parallel ranks share," if ranks > 1 else ""
             return f'the {columns} columns of {name}{shared} are no whole blocks of {BLOCK}; use "bfloat16"'

@@ -23,6 +23,13 @@ def _flavor_misfit(job: JobConfig) -> str | bool:
     return not known and not_among(job.model.flavor, flavors) + beside
 
 
+def _base_misfit(job: JobConfig) -> str | bool:
+    from models import MODELS
+
+    base, flavors = job.optimizer.mup_base, MODELS[job.model.name][1]
+    return base is not None and base not in flavors and not_among(base, flavors)
+
+
 def _objective_misfit(job: JobConfig) -> str | bool:
     from models.objective import OBJECTIVES
 
@@ -45,6 +52,7 @@ def _folder_misfit(job: JobConfig, key: str) -> str | bool:
 NAMES = [
     Rule("model.name", _model_misfit),
     Rule("model.flavor", _flavor_misfit),
+    Rule("optimizer.mup_base", _base_misfit),
     Rule("training.objective", _objective_misfit),
     Rule("model.attention_kernel", _kernel_misfit),
     *(Rule(f"checkpoint.{key}", partial(_folder_misfit, key=key)) for key in ("initial_load_in_hf", "last_save_in_hf")),

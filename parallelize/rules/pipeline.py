@@ -98,6 +98,19 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
     )
 
 
+def ahead_misfit(config: JobConfig, degrees: Degrees) -> str:
+    sizes, parallelism = sizes_of(config), config.parallelism
+    once = sizes.mtp_layers + sizes.tie_embeddings <= 1 or sizes.mtp_layers == 0 or config.model.lora.rank > 0
+    if once or not schedule_of(parallelism).splits_backward:
+        return ""
+    tied = ", and is the head" if sizes.tie_embeddings else ""
+    return (
+        f"{name_of_schedule(parallelism)} computes gradients of weights apart from those of inputs, and the last "
+        f"stage's table embeds tokens for {sizes.mtp_layers} layers of multi-token prediction{tied}; use 1F1B, "
+        "Interleaved1F1B, LoopedBFS or GPipe, or mtp_layers = 1 and no tied head"
+    )
+
+
 def reduce_misfit(config: JobConfig, degrees: Degrees) -> str:
     if config.parallelism.fsdp_reduce_gradients == "last":
         return ""
@@ -120,6 +133,8 @@ def splits_misfit(config: JobConfig, degrees: Degrees) -> str:
     splits, length = parallelism.pipeline_parallel_sequence_splits, config.training.seq_len
     if splits == 1:
         return ""
+    if config.training.dataset_format == "preference":
+        return "parts of a pair come one after another, and its loss needs all of them at once; use 1"
     if splits > length:
         return f"sequences have {length} tokens; use {length} parts or fewer"
     needed = {

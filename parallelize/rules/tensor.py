@@ -13,8 +13,11 @@ def heads_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def columns_misfit(config: JobConfig, degrees: Degrees) -> str:
-    found = (_uneven(size, "feed-forward columns", config, degrees) for size in sizes_of(config).tp_columns.values())
-    return next(filter(None, found), "")
+    for name, size in sizes_of(config).tp_columns.items():
+        what = "columns of mtp.eh_proj" if name == "2 x dim" else "feed-forward columns"
+        if found := _uneven(size, what, config, degrees):
+            return found
+    return ""
 
 
 def _uneven(size: int, what: str, config: JobConfig, degrees: Degrees) -> str:

@@ -25,6 +25,7 @@ PRIVATE: dict[str, dict[str, str]] = {
     "dry run": {
         "torch": "UntypedStorage._cdata ops.aten._local_scalar_dense.default ops.aten.mm.default._schema",
         "torch._subclasses.fake_tensor": "FakeTensorMode",
+        "torch.distributed.pipelining._backward": "stage_backward_input stage_backward_weight",
         "torch.distributed.tensor": "DTensor._local_tensor",
         "torch.distributed.tensor._sharding_prop": "ShardingPropagator._fake_mode_lock",
         "torch.testing._internal.distributed.fake_pg": "FakeStore",
@@ -55,6 +56,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "aten._scaled_dot_product_flash_attention_for_cpu aten._scaled_dot_product_flash_attention_for_cpu_backward",
     },
     "pipeline": {
+        "torch.distributed.fsdp._fully_shard._fsdp_state": "FSDPState._fsdp_param_groups FSDPState._state_ctx",
         "torch.distributed.pipelining": "PipelineStage._create_grad_recv_info PipelineStage._retrieve_recv_activations "
         "PipelineStage._retrieve_recv_grads PipelineStage._setup_forward_recv_info",
     },
@@ -68,6 +70,7 @@ PRIVATE: dict[str, dict[str, str]] = {
         "aten._scaled_dot_product_efficient_attention aten._scaled_dot_product_flash_attention "
         "aten._scaled_dot_product_flash_attention_for_cpu"
     },
+    "proof": {"torch._C": "_current_graph_task_id"},
     "compile": {"torch._functorch.config": "donated_buffer"},
     "memory budget": {"torch._functorch.config": "activation_memory_budget unsafe_treat_script_objects_as_zero_size"},
     "async tensor parallel": {
@@ -121,11 +124,14 @@ def lacking(part: str) -> list[str]:
 
 
 def _is_there(module: str, name: str) -> bool:
+    owner, _, last = name.rpartition(".")
     try:
-        attrgetter(name)(import_module(module))
+        found = attrgetter(owner)(import_module(module)) if owner else import_module(module)
+        return hasattr(found, last) or last in vars(found)["__init__"].__code__.co_names  # set by __init__
+    except KeyError:
+        return False
     except (ImportError, AttributeError):
         return False
-    return True
 
 
 def check_torch(config: JobConfig, degrees: Degrees) -> None:

@@ -6,7 +6,7 @@ own, and the tokens that were sent elsewhere: of 24 sequences of 32 tokens, in t
 
 from itertools import chain
 
-from tests.figures import Observation
+from components.commands.figures import Observation
 from tests.harness import observe
 
 STEPS = 20

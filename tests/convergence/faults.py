@@ -71,7 +71,7 @@ FAULTS = (
     Fault("Adam's moments lost in a resume", "resume 10", "components.state.checkpoint", "Checkpointer.load_folder",
           "with_optimizer = not (", "with_optimizer = False and not ("),
     Fault("the last label of each shard dropped", "cp 2", "train", "own_part",
-          "return shard_sequence(", "on_device['labels'][:, 15::16] = -100\n    return shard_sequence("),
+          "own = shard_sequence(", "on_device['labels'][:, 15::16] = -100\n    own = shard_sequence("),
     Fault("gradient norm of one pipeline stage", "pp 2", "components.optim.optimizer", "clip_gradients",
           "dist.all_reduce(total, group=stages)", "pass"),
     Fault("gradient norm of one shard", "fsdp 2", "components.optim.optimizer", "clip_gradients",
@@ -133,8 +133,8 @@ def reference() -> tuple[Curve, dict[str, list[float]]]:
 @cache
 def measure(fault: Fault | None, layout: str) -> dict[str, Distance]:
     """Loss and gradient norm against one process, with the fault planted or without any."""
-    curve, floor = reference()
-    return distances(run(layout, layout, partial(Fault.plant, fault) if fault else None), curve, floor)
+    found = run(layout, layout, partial(Fault.plant, fault) if fault else None)
+    return distances(found, *reference())
 
 
 def main() -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from components.observe.report import COLOURS, Panel, Points, Section, about_cells, draw, page
+from components.observe.report import COLOURS, SIZE, Panel, Points, Section, about_cells, draw, page
 from tests.convergence.sides import SERIES, Curve
 from tests.convergence.verdict import BAND, Distance, Floor, differences, distances, first_outside, who_moved
 
@@ -22,6 +22,7 @@ class Bars:
     title: str
     unit: str
     values: Mapping[str, float]
+    size: tuple[float, float] = SIZE
 
     def draw(self, axes: Any) -> None:
         """Draw into matplotlib's axes."""

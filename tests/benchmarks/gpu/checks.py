@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from components.commands.figures import figures
 from components.config import ConfigError
 from tests.benchmarks.gpu.rows import PATHS, SAME_BITS, SIZES, FastPath, SameBits
-from tests.figures import figures
 from tests.harness import observe
 from tests.limits import TimeLimit
 

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from components.commands.figures import BARS, Observation, figures
 from parallelize.schedules import SCHEDULES
 from tests import ranks
 from tests.benchmarks.gpu.rows import DOCUMENTS, OFFLOAD, SIZES, STATES
 from tests.benchmarks.peers.ours import DEGREES
-from tests.figures import BARS, Observation, figures
 from tests.harness import observe
 from tests.layouts import LABELS, STEPS, layout
 from tests.limits import TimeLimit
