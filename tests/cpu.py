@@ -2,7 +2,7 @@
 
 python -m tests.cpu COMMAND ...        the command's total, in seconds of processor time, at its end
 pytest -p tests.cpu ...                the most expensive tests, ranks and commands included; with -n too
-pytest -p tests.cpu --write-costs      and tests/costs.json anew, which says what is slow: for a run of all tests
+pytest -p tests.cpu --write-costs      and, for the tests that ran, tests/costs.json, which says what is slow
 
 `time` misses ranks: their parent is the fork server, which outlives pytest.
 """
@@ -68,7 +68,7 @@ def read_costs() -> dict[str, float]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-costs", action="store_true", help="write tests/costs.json, after a run of all tests")
+    parser.addoption("--write-costs", action="store_true", help="write what the tests took into tests/costs.json")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,9 +80,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """To look takes milliseconds: so only where half a second is over, all of which counts as the last test's."""
     stash, spent = item.config.stash, item.config.stash[_SPENT]
-    if not spent:
+    if "start and collection" not in spent:
         spent["start and collection"] = tree_seconds(os.getpid())
         stash[_LOOKED] = time.monotonic(), spent["start and collection"]
+    spent[item.nodeid] = 0.0
     try:
         return (yield)
     finally:
@@ -106,7 +107,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["spent"] = spent
         return
     if config.option.write_costs:
-        tests = {name: round(seconds, 1) for name, seconds in sorted(spent.items()) if "::" in name and seconds >= 1}
+        costs = read_costs() | {name: round(seconds, 1) for name, seconds in spent.items() if "::" in name}
+        tests = {name: seconds for name, seconds in sorted(costs.items()) if seconds >= 1}
         COSTS.write_text(json.dumps(tests, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

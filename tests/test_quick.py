@@ -1,5 +1,6 @@
 """The commands of tests/run.sh: which tests each runs, in which order, and what they say at their end."""
 
+import json
 import re
 import subprocess
 import sys
@@ -91,6 +92,16 @@ def test_the_quick_command_names_a_new_test_that_is_slow(name: str, seconds: flo
     config: Any = types.SimpleNamespace(option=types.SimpleNamespace(markexpr=markexpr))
     config.stash = {cpu._SPENT: {name: seconds, "start and collection": 99.0}}
     assert cpu._too_slow(config) == [name] * named
+
+
+def test_costs_of_tests_that_did_not_run_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "COSTS", tmp_path / "costs.json")
+    spent = {"start and collection": 99.0, "tests/test_mesh.py::a": 0.0, "tests/test_mesh.py::b": 2.22}
+    config = types.SimpleNamespace(option=types.SimpleNamespace(write_costs=True), stash={cpu._SPENT: spent})
+    session: Any = types.SimpleNamespace(config=config)
+    cpu.pytest_sessionfinish(session)
+    found = json.loads(cpu.COSTS.read_text(encoding="utf-8"))
+    assert found == {"tests/test_loss.py::a": 1.0, "tests/test_loss.py::b": 99.0, "tests/test_mesh.py::b": 2.2}
 
 
 def test_the_time_of_what_a_command_leaves_running_counts() -> None:
