@@ -8,30 +8,17 @@
 from collections.abc import Mapping
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, SequenceParallel
 
 from components.config import Parallelism
 from models.config import TransformerConfig
-from parallelize.tensor import Replicated
+from parallelize.tensor import NormAtEnd, Replicated
 
 
 def mtp_modules(sizes: TransformerConfig) -> list[str]:
     """Names of the layers of multi-token prediction."""
     return [f"layers.{sizes.n_layers + layer}" for layer in range(sizes.mtp_layers)]
-
-
-class NormAtEnd(ParallelStyle):
-    """A norm whose output is a layer's output: FSDP hooks that, and warns if it is a view, such as a local tensor."""
-
-    def __init__(self, norm: ParallelStyle) -> None:
-        self.norm = norm
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module = self.norm._apply(module, device_mesh)
-        module.register_forward_hook(lambda _, __, output: output.clone())
-        return module
 
 
 def with_mtp(plan: Mapping[str, ParallelStyle], stage: nn.Module, parallelism: Parallelism) -> dict[str, ParallelStyle]:

@@ -4,7 +4,7 @@ sequence (sequence parallel, arXiv:2205.05198), and the loss by vocabulary.
 A plan is data: pattern of module names -> style. Styles are torch's own (ColwiseParallel, RowwiseParallel,
 SequenceParallel, PrepareModuleInput), and five that torch lacks:
 
-- norms without sequence parallel
+- norms without sequence parallel, and at the end of a stage
 - weights that ranks hold whole and use for their own heads
 - a norm over the heads of all ranks
 - an embedding whose gradient is no larger than a rank's rows
@@ -44,6 +44,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, plan: Mapping[str, Paral
     used = {pattern: style for pattern, style in plan.items() if any(covers(pattern, name) for name in names)}
     if unknown := [pattern for pattern in plan if pattern not in used and not _is_left_out(model, pattern)]:
         raise ValueError(f"the tensor parallel plan names modules that are not there: {', '.join(unknown)}")
+    if "norm" in used and getattr(model, "output", None) is None:
+        used["norm"] = NormAtEnd(used["norm"])
     for style in used.values():
         if isinstance(style, KeyValueHeads):
             style.heads = model.config.n_kv_heads  # type: ignore[union-attr, assignment]
@@ -78,6 +80,24 @@ class Replicated(ParallelStyle):
         return distribute_module(
             module, device_mesh, input_fn=whole, output_fn=lambda _, output, mesh: output.to_local()
         )
+
+
+class NormAtEnd(ParallelStyle):
+    """A norm whose output is that of a layer or of a pipeline stage: a local tensor.
+
+    It is a copy, because FSDP hooks such an output, and warns if it is a view.
+    """
+
+    def __init__(self, norm: ParallelStyle) -> None:
+        self.norm = norm
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def copied(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+            return (output.to_local() if isinstance(output, DTensor) else output).clone()
+
+        module = self.norm._apply(module, device_mesh)
+        module.register_forward_hook(copied)
+        return module
 
 
 class KeyValueHeads(ColwiseParallel):

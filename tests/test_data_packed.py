@@ -94,7 +94,7 @@ def test_labels_are_tokens_shifted_and_all_are_int64(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seq_len", [1000, 10**9])
 def test_too_few_tokens_are_told(tmp_path: Path, seq_len: int) -> None:
-    with pytest.raises(ConfigError, match=f"1000 tokens for training do not fill one sequence of {seq_len}"):
+    with pytest.raises(ConfigError, match=f"1000 tokens do not fill one sequence of {seq_len}"):
         PackedSequences(cache_of(tmp_path, np.arange(1000)), seq_len)
     with pytest.raises(ConfigError, match="tokens for validation do not fill"):
         PackedSequences(cache_of(tmp_path, np.arange(1000)), 100, "validation", 0.05)

@@ -10,6 +10,7 @@ import pytest
 from components.config import ROOT, ConfigError, Training, load_config
 from components.data import DataSpec, data_spec, formats, prepare
 from components.data.__main__ import prepare_all
+from components.data.datasets import open_datasets
 from components.data.datasets import spec_of as dataset_spec
 from components.data.sources import BadRecord, find_files, read_documents, unread_files
 from tests.caches import caches_in, documents_of, prepared, spec_of
@@ -80,6 +81,16 @@ def test_a_field_of_files_that_have_none_is_refused(tmp_path: Path) -> None:
     source = ["--training.mixture[1].name", "a", "--training.mixture[1].dataset_path", str(tmp_path / "a.txt")]
     with pytest.raises(ConfigError, match=r"training\.mixture\[1\]\.dataset_text_field = .*: leave it out"):
         dataset_spec(load_config([*source, "--training.mixture[1].dataset_text_field", "body"]), source=1)
+
+
+def test_data_beside_that_fill_no_sequence_are_refused_by_their_key(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("In the beginning")
+    said = r' = ".*a\.txt": \d tokens do not fill one sequence of 512'
+    words = ["--validation.enable", "--training.seq_len", "512"]
+    with pytest.raises(ConfigError, match=r"validation\.text_path" + said):
+        prepare_all(load_config([*words, "--validation.text_path", str(tmp_path / "a.txt")]))
+    with pytest.raises(ConfigError, match=r"validation\.dataset_path" + said):
+        open_datasets(load_config([*words, "--validation.dataset_path", str(tmp_path / "a.txt")]), 4096)
 
 
 def test_data_that_are_not_read_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,6 +42,15 @@ def test_uneven_stages(more: tuple[str, ...]) -> None:
     assert not broken_bars(observed, one())
 
 
+@pytest.mark.parametrize("more", [(), ("--parallelism.no_sequence_parallel",), ("--model.sizes.mtp_layers", "1")])
+def test_a_stage_may_end_with_the_norm(more: tuple[str, ...]) -> None:
+    listed = json.dumps([["tok_embeddings", *(f"layers.{layer}" for layer in range(6)), "norm"], ["output"]])
+    layout = ("--parallelism.tensor_parallel_degree", "2", "--parallelism.module_fqns_per_model_part", listed)
+    observed = observe(*SIX_LAYERS, *PP2, *layout, *more, ranks=4, valid_labels=UNEVEN_LABELS)
+    run = [word for word in more if "parallelism" not in word]
+    assert not broken_bars(observed, one_process(*SIX_LAYERS, *run, valid_labels=UNEVEN_LABELS))
+
+
 def test_no_two_layers_start_equal_and_every_stage_starts_as_in_one_process() -> None:
     """Pitfall: pipeline stages that are initialised alike."""
     observed = observe(*SIX_LAYERS, *PP2, SCHEDULE, "Interleaved1F1B", ranks=2, steps=1)

@@ -11,7 +11,7 @@ from components.config import ConfigError, JobConfig, check_rules, load_config
 from components.config.bounds import path_argument
 from components.config.contradictions import CONTRADICTIONS
 from components.data.cache import prepare
-from components.data.datasets import open_datasets, source_numbers, spec_of, text_spec
+from components.data.datasets import open_datasets, open_text, source_numbers, spec_of, text_spec
 from components.data.hub import fetch, is_of_hub
 from components.data.remote import localize
 from components.data.show import show
@@ -26,7 +26,7 @@ def prepare_all(config: JobConfig) -> JobConfig:
 
     Prints warnings about the tokenizer, and about files that look like data and are not read. Returns the job, with the
     paths of data that were downloaded instead of URLs and names of the hub, so that ranks need no network. Raises
-    ConfigError if the rows of a teacher are missing (distill.alpha).
+    ConfigError if the rows of a teacher are missing (distill.alpha), or validation.text_path is too short.
     """
     config = localize(config)
     _warn(*check_tokenizer(config))
@@ -37,13 +37,14 @@ def prepare_all(config: JobConfig) -> JobConfig:
     for spec in [*trained, *(spec_of(config, path) for path in own), *filter(None, [text_spec(config)])]:
         _warn_unread(spec.unread())
         prepare(spec)
+    open_text(config, sys.maxsize)  # a rank knows the number of tokens
     if is_of_hub(config.training) and not streamed:
         config = replace(config, training=replace(config.training, dataset_path=trained[0].path))
     given = zip(config.training.mixture, trained, strict=False)
     sources = [replace(each, dataset="", dataset_path=spec.path) if each.dataset else each for each, spec in given]
     config = replace(config, training=replace(config.training, mixture=sources))
     if config.distill.alpha:
-        open_datasets(config, sys.maxsize)  # a rank knows the number of tokens
+        open_datasets(config, sys.maxsize)
     return config
 
 

@@ -2,8 +2,9 @@
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from components.config import ConfigError, JobConfig, mistake
@@ -92,14 +93,16 @@ def text_spec(config: JobConfig) -> DataSpec | None:
 
 def build_text(config: JobConfig, vocab_size: int) -> PackedSequences:
     """The sequences of validation.text_path. All ranks must call this function. Raises as build_datasets."""
-    config = localize(config)
-    spec = text_spec(config)
-    assert spec
-    cache = prepare(spec)
-    _check_tokens(config, cache, vocab_size)
-    text = PackedSequences(cache, config.validation.seq_len or config.training.seq_len)
-    _check_same_on_ranks(f"validation.text_path {spec.path}", [text])
+    text = open_text(localize(config), vocab_size)
+    _check_same_on_ranks(f"validation.text_path {config.validation.text_path}", [text])
+    assert text
     return text
+
+
+def open_text(config: JobConfig, vocab_size: int) -> PackedSequences | None:
+    """build_text for one process, of a job without remote data; None without a text."""
+    spec = text_spec(config)
+    return _beside(config, "validation.text_path", spec, vocab_size, PackedSequences) if spec else None
 
 
 def _check_same_on_ranks(what: str, parts: Sequence[PackedSequences | None]) -> None:
@@ -215,9 +218,20 @@ def _streamed(config: JobConfig, vocab_size: int) -> tuple[PackedSequences, Pack
 
 
 def _own_validation(config: JobConfig, vocab_size: int) -> PackedSequences:
-    own = prepare(spec_of(config, config.validation.dataset_path))
-    _check_tokens(config, own, vocab_size)
-    return packed(config, own, config.validation.seq_len or config.training.seq_len)
+    spec = spec_of(config, config.validation.dataset_path)
+    return _beside(config, "validation.dataset_path", spec, vocab_size, partial(packed, config))
+
+
+def _beside(
+    config: JobConfig, key: str, spec: DataSpec, vocab_size: int, cut: Callable[[Any, int], PackedSequences]
+) -> PackedSequences:
+    """The sequences of data beside the training data, which a key names."""
+    cache = prepare(spec)
+    _check_tokens(config, cache, vocab_size)
+    try:
+        return cut(cache, config.validation.seq_len or config.training.seq_len)
+    except ConfigError as error:
+        raise ConfigError([mistake(config, key, message) for message in error.messages]) from None
 
 
 def _check_tokens(config: JobConfig, tokens: Tokens, most: int) -> None:

@@ -13,9 +13,10 @@ from components.data.tokens import Tokens
 _BLOCK = 4096  # tokens of a held-out block, at the most
 
 
-def _too_few(num_tokens: int, what: str, seq_len: int) -> str:
+def _too_few(num_tokens: int, part: str, seq_len: int) -> str:
+    purpose = {"all": "", "train": " for training", "validation": " for validation"}[part]
     return (
-        f"{num_tokens} tokens for {what} do not fill one sequence of {seq_len} (and the token after it): "
+        f"{num_tokens} tokens{purpose} do not fill one sequence of {seq_len} (and the token after it): "
         "give more text or a shorter seq_len"
     )
 
@@ -53,7 +54,7 @@ class PackedSequences:
         self.num_tokens = {"all": stream, "train": stream - held_out, "validation": held_out}[part]
         self.num_sequences = (self.num_tokens - 1) // seq_len
         if self.num_sequences < 1:
-            raise ConfigError(_too_few(self.num_tokens, "validation" if part == "validation" else "training", seq_len))
+            raise ConfigError(_too_few(self.num_tokens, part, seq_len))
 
     @property
     def _start(self) -> int:
