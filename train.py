@@ -79,6 +79,8 @@ class Run:
     """Labels trained on, over all ranks."""
     logged: dict[str, Tensor] = field(default_factory=dict)
     """This rank's parts of the numbers that the objective logs for the last step. The parts of all ranks add up."""
+    stopped: bool = False
+    """A signal stopped the run after this step, perhaps while it validated: it validates again when it goes on."""
     reference: str = ""
     """Hash of the weights that a loss of pairs compares with, if these are the run's starting weights."""
 
@@ -107,8 +109,8 @@ class Run:
         """The numbers that a checkpoint keeps beside tensors."""
         order = data_order(self.train_set.key, self.train_set.content, self.config, self.train_set.mixture)
         numbers = {"sequences": self.sequences, "tokens": self.tokens, "global_batch_size": self.global_batch_size}
-        reference = {"reference": self.reference} if self.reference else {}
-        return {**numbers, **reference, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
+        more = {name: value for name in ("reference", "stopped") if (value := getattr(self, name))}
+        return {**numbers, **more, "data_order": order, "rate": rate_settings(self.config), **self.guards.state()}
 
 
 def build(config: JobConfig, device: torch.device) -> Run:
@@ -141,11 +143,11 @@ def assemble(config: JobConfig, device: torch.device, mesh: Mesh, stages: list[n
 
 def resume(run: Run, checkpointer: Checkpointer) -> None:
     """Continue from what starting_state has loaded. Raises ConfigError if data order or global batch differ."""
-    state = starting_state(checkpointer, run.config, run.mesh)
-    if state is None:
+    if (state := starting_state(checkpointer, run.config, run.mesh)) is None:
         return
     if "train_state" not in checkpointer.excluded:
-        run.step, run.tokens, run.reference = state["step"], state["tokens"], state.get("reference", "")
+        run.step, run.tokens, run.stopped = state["step"], state["tokens"], state.get("stopped", False)
+        run.reference = state.get("reference", "")
         run.guards.load(state)
     if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
@@ -235,10 +237,10 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
     metrics.log(run.step, run.tokens, **row, grad_norm=norm.item(), lr=lr, **run.guards.counts())
 
 
-def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas, stops: bool) -> None:
+def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas) -> None:
     """Save at steps of checkpoint.interval, at the last one, and before a stop, unless a check ends the run first."""
     config, last = run.config.checkpoint, run.step == run.config.training.steps
-    saving = config.due_at(run.step) or (config.saves and (last or stops))
+    saving = config.due_at(run.step) or (config.saves and (last or run.stopped))
     run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
     replicas.check(run.step, saving)
     if saving:
@@ -255,8 +257,8 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
     scorer = Scorer(run.stages, run.runner, run.mesh, config)
     looks = Looks(config, metrics, lambda stop: run.averages.validated(lambda: validate(run, stop)), scorer)
     batches = local_batches(run)
-    if run.step == 0:
-        looks.if_due(0, 0, stop)  # a signal that comes meanwhile stops the run after its first step
+    if run.step == 0 or run.stopped:
+        code = looks.if_due(run.step, run.tokens, stop)
     # All ranks collect garbage at the same steps, because each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
@@ -272,14 +274,14 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
             if logged:
                 log(run, metrics, loss, norm)
                 stragglers.compare(own_time)
-            code = code or looks.if_due(run.step, run.tokens, stop)
-            save_if_due(run, metrics, checkpointer, replicas, stops=code != ExitCode.DONE)
+            run.stopped = bool(code := code or looks.if_due(run.step, run.tokens, stop))
+            save_if_due(run, metrics, checkpointer, replicas)
             at_step_end(run.step)
             if run.step % config.training.gc_freq == 0:
                 gc.collect(1)
     checkpointer.close()
     if code:
-        saved = "saved" if config.checkpoint.saves else "not saved"
+        saved = "saved" if config.checkpoint.saves and run.step else "not saved"
         print_on_rank_0(f"stopped by signal {code - 128} after step {run.step}, {saved}")
     return code
 

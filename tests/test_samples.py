@@ -42,6 +42,9 @@ class NeverStop:
 
     code = 0
 
+    def agreed(self) -> int:
+        return self.code
+
     def until_agreed(self, batches: Iterable[T]) -> Iterator[T]:
         yield from batches
 
@@ -53,8 +56,8 @@ class StopsAt(NeverStop):
         self.batches, self.seen = batches, 0
 
     def until_agreed(self, batches: Iterable[T]) -> Iterator[T]:
-        for number, batch in enumerate(batches):
-            if number == self.batches:
+        for batch in batches:
+            if self.seen == self.batches:
                 self.code = 143
                 return
             self.seen += 1
@@ -193,6 +196,37 @@ def test_looks_are_due_at_their_steps_and_the_last_and_a_stop_ends_them() -> Non
     assert at_start == [(0, 0.5), (0, "clock"), *seen]
     last = [(7, 0.5), (7, 3), (7, "clock"), (7, 0.5), (7, "clock")]
     assert seen == [(3, 3), (3, "clock"), (4, 0.5), (4, "clock"), (6, 3), (6, "clock"), *last]
+
+
+def stopped_looks(run: train.Run) -> list[Any]:
+    """What three starts of a run do: a signal comes before the first step, at the last validation, and never."""
+    seen: list[Any] = []
+    later = StopsAt(1_000)
+
+    def log_validation(step: int, *_: Any) -> None:
+        seen.append(f"validation {step}")
+        later.batches = later.seen
+
+    metrics: Any = SimpleNamespace(
+        log=lambda step, *_, **__: seen.append(step),
+        log_validation=log_validation,
+        log_dynamics=lambda *_: None,
+        restart_clock=lambda *_: None,
+    )
+    checkpointer: Any = SimpleNamespace(
+        save=lambda step, state, *_: seen.append((step, state.get("stopped", False))),
+        poll=lambda: None,
+        close=lambda: None,
+    )
+    for stop in (StopsAt(0), later, NeverStop()):
+        seen.append(train.train(run, metrics, checkpointer, stop))  # type: ignore[arg-type]
+    return seen
+
+
+def test_a_run_that_is_stopped_while_it_validates_validates_when_it_goes_on() -> None:
+    given = ("--validation.enable", "true", "--validation.freq", "2", "--training.steps", "2", "--checkpoint.enable")
+    seen = observe(*layout().run(), *given, "--validation.at_start", steps=0, at_end=stopped_looks).extra
+    assert seen == [143, "validation 0", 1, 2, (2, True), 143, "validation 2", 0]
 
 
 def test_nothing_is_looked_at_without_being_asked_for() -> None:

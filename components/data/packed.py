@@ -152,6 +152,6 @@ class StreamedSequences(PackedSequences):
         if self.cache.is_whole:
             num_sequences = (self.cache.num_tokens - 1) // self.seq_len
             if num_sequences < 1:
-                raise ConfigError(_too_few(self.cache.num_tokens, "training", self.seq_len))
+                raise ConfigError(_too_few(self.cache.num_tokens, "train", self.seq_len))
             indices = np.asarray(indices) % num_sequences
         return super().get(indices)

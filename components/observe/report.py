@@ -94,8 +94,8 @@ class Panel:
         axes.set(xlabel=self.xlabel, ylabel=self.unit)
         axes.grid(alpha=0.3)
         names = axes.get_legend_handles_labels()[1]
-        if len(names) > 1 or self.named:
-            columns = 3 if max(map(len, names), default=0) < 18 else 2
+        if len(names) > 1 or (names and self.named):
+            columns = 3 if max(map(len, names)) < 18 else 2
             below: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "frameon": False}
             axes.legend(fontsize=8, **(below | {"ncols": columns} if len(names) > 4 else {}))
 
