@@ -154,12 +154,13 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
         *(2, (*EXPERTS, "--training.local_batch_size", "18", "--parallelism.expert_parallel_degree", "2")),
     ),
     "experts, tp 2, ep 2": (2, (*EXPERTS, *TP, "--parallelism.expert_parallel_degree", "2")),
+    "experts of one block of columns, tp 2": (2, (*EXPERTS, *TP, "--model.sizes.expert_dim", "64")),
     "experts, fsdp 3": (3, (*EXPERTS, "--training.local_batch_size", "12")),
     "experts with biases, tp 2": (2, ("--model.name", "gpt_oss", *TP)),
     "latents, tp 2": (2, ("--model.name", "deepseek_v3", *TP)),
     "two targets": (2, (*TP, "--lora.target_modules", '["wq", "w2"]')),
 }
-_OF_THE_RUN = ("--model.name", "--model.flavor", "--lora.target_modules", "--lora.base")
+_OF_THE_RUN = ("--model.name", "--model.flavor", "--model.sizes.expert_dim", "--lora.target_modules", "--lora.base")
 
 
 @functools.cache

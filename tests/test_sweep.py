@@ -41,9 +41,10 @@ def test_a_grid_is_read() -> None:
 
 def test_a_grid_with_mistakes_is_refused_with_all_of_them() -> None:
     words = ["optimizer.lr", "a=", "a.b=1,,2", "a.c=1,1", "debug.seed=1,2", "a.c=3", "job.dump-folder=x"]
+    words.append("validation.enable=true,false")
     with pytest.raises(ConfigError) as refused:
         parse_grid(words)
-    expected = ["KEY=VALUE"] * 3 + ["occurs twice", "use --seeds", "a grid already", "use --to"]
+    expected = ["KEY=VALUE"] * 3 + ["occurs twice", "use --seeds", "a grid already", "use --to", "no validation loss"]
     for message, part in zip(refused.value.messages, expected, strict=True):
         assert part in message
 

@@ -160,6 +160,8 @@ def parse_grid(words: Iterable[str]) -> dict[str, list[str]]:
             mistakes.append(f"--grid {word}: {key} has a grid already; give all its values in one")
         elif key in _OWN:
             mistakes.append(f"--grid {word}: {_set_here(key)}")
+        elif key == "validation.enable":
+            mistakes.append(f"--grid {word}: runs without validations have no validation loss to be compared by")
         elif len({*values}) < len(values):
             mistakes.append(f"--grid {word}: a value occurs twice")
         grid.setdefault(key, values)

@@ -22,10 +22,11 @@ def ranks_misfit(config: JobConfig, degrees: Degrees) -> str:
             f"tensor_parallel_degree); use {' or '.join(map(str, can))}"
         )
     held, shards = experts // degrees.ep, degrees.efsdp
-    if held % shards and (sizes.expert_dim % shards or sizes.dim % shards):
+    uneven = next((size for size in (sizes.expert_dim, sizes.dim) if size % shards), 0)
+    if held % shards and uneven:
         return (
             f"{shards} ranks (efsdp) share the weights of {held} experts, which they cannot share evenly: neither "
-            f"{held} nor the width {sizes.expert_dim} of an expert is a multiple; a larger degree may do"
+            f"{held} nor the size {uneven} of their matrices is a multiple; a larger degree may do"
         )
     return ""
 

@@ -63,7 +63,8 @@ def packing_misfit(config: JobConfig, degrees: Degrees) -> str:
     model = meta_model(replace(config.model, lora=Lora()))
     for name, parameter in model.named_parameters():
         kind, columns = model.kind(name), parameter.shape[-1]
-        ranks = degrees.tp if kind.into_residual or name.endswith("mtp.eh_proj.weight") else 1
+        split = kind.into_residual and kind.role == "matrix"  # an expert is whole on a rank
+        ranks = degrees.tp if split or name.endswith("mtp.eh_proj.weight") else 1
         if kind.role in ("matrix", "expert") and columns % (BLOCK * ranks):
             shared = f", which {ranks} tensor parallel ranks share," if ranks > 1 else ""
             return f'the {columns} columns of {name}{shared} are no whole blocks of {BLOCK}; use "bfloat16"'
