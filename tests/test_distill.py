@@ -4,12 +4,15 @@ import functools
 import json
 import os
 import re
+import resource
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +30,7 @@ from components.config.tables import Distill
 from components.data.datasets import build_datasets, open_datasets
 from components.data.loader import batch_of
 from components.data.teacher import fill, made_up
-from components.data.teacher_rows import Taught
+from components.data.teacher_rows import Taught, TeacherRows
 from components.state.weights import export
 from models.divergence import divergence
 from models.layers import Head
@@ -242,6 +245,28 @@ def test_a_killed_writer_goes_on_where_it_was(tmp_path: Path) -> None:
     fill(config, sequences, "b", 1024, score, 4096)
     with pytest.raises(ConfigError, match=r"distill.teacher_path is unset, but 2 teachers have rows"):
         open_datasets(config, 4096)
+
+
+def test_rows_on_a_full_disk_are_told_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--training.dataset_path", str(ROOT / "assets" / "kjv" / "08-ruth.txt"), "--distill.top", "4"]
+    words += ["--distill.alpha", "0.5", "--training.dataset_cache", str(tmp_path), "--training.seq_len", "32"]
+    config = load_config(words)
+    (sequences, _) = open_datasets(replace(config, distill=Distill()), 4096)
+    score, most = made_up(4, 1024, sequences), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(ConfigError, match=r"distill\.top = 4: the rows take 0\.0 GiB more .* are free"):
+            fill(config, sequences, "a", 1024, score, 5)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, most[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"rows cannot be written: File too large; the same command goes on"):
+            fill(config, sequences, "a", 1024, score, 5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    folder = fill(config, sequences, "a", 1024, score, 5)
+    rows = TeacherRows(folder).get(np.arange(len(sequences)))
+    for got, want in zip(rows, score(np.arange(len(sequences))), strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_a_token_that_the_student_lacks_is_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from components.config import ConfigError, JobConfig
+from components.config import ConfigError, JobConfig, mistake
 from components.config.files import sample
 from components.data.cache import data_spec, hashes_of
 from components.data.order import token_keys
@@ -78,11 +79,23 @@ def _writing(folder: Path, about: Rows) -> Iterator[Writer | None]:
         if (folder / "rows.json").exists():
             yield None
             return
-        writer = Writer(folder, about)
+        with _told(folder):
+            writer = Writer(folder, about)
         try:
             yield writer
         finally:
-            writer.close()
+            with _told(folder):
+                writer.close()
+
+
+@contextmanager
+def _told(folder: Path) -> Iterator[None]:
+    """Raises ConfigError instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"a teacher's rows cannot be written: {error.strerror or error}; the same command goes on from there"
+        raise ConfigError(f"{folder}: {reason}") from error
 
 
 def fill(
@@ -98,7 +111,8 @@ def fill(
     """Write the rows of sequences, whose numbers `score` gets, `at_once` at a time. Returns their folder.
 
     teacher: the hash of its files. All ranks call this with the same arguments, and one of them `writes`.
-    together: gives every rank what the writing rank's action returns. Goes on where a killed process was.
+    together: gives every rank what the writing rank's action returns. Goes on where a killed process was. Raises
+    ConfigError if the rows do not fit on the disk, or cannot be written.
     """
     distill, count = config.distill, len(sequences)
     folder, dtype = _of_job(config, sequences) / teacher, token_dtype(vocab_size).name
@@ -109,7 +123,13 @@ def fill(
 
         def begin() -> int:
             opened.append(stack.enter_context(_writing(folder, about)))
-            return opened[0].about.done if opened[0] else count
+            if opened[0] is None:
+                return count
+            done, free = opened[0].about.done, shutil.disk_usage(folder.parent).free
+            if (needed := sum(about.sizes) * (count - done)) > free:
+                reason = f"the rows take {needed / 2**30:,.1f} GiB more in {folder.parent} (training.dataset_cache)"
+                raise ConfigError(mistake(config, "distill.top", f"{reason}, and {free / 2**30:,.1f} GiB are free"))
+            return done
 
         done = together(begin)
         size, shown = sequences.seq_len, {"unit": " tokens", "unit_scale": True, "disable": done == count or not writes}
@@ -118,7 +138,8 @@ def fill(
                 ids, logs = score(np.minimum(np.arange(start, start + at_once), count - 1))
                 if writes and opened[0]:
                     left = min(at_once, count - start)
-                    opened[0].write(ids[:left], logs[:left])
+                    with _told(folder):
+                        opened[0].write(ids[:left], logs[:left])
                     bar.update(left * size)
     together(lambda: count)  # no rank looks for the rows before they have their name
     return folder
