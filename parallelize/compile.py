@@ -34,6 +34,8 @@ def apply_compile(model: nn.Module, mesh: Mesh, config: Compile, parallelism: Pa
 
     # Backward may overwrite what forward saved, unless there are two backwards: for inputs, and for weights.
     functorch.donated_buffer = not splits_backward(parallelism)
+    # By default torch compiles a function 8 times, and then fails. Each shape of samples and evaluation is one more.
+    torch._dynamo.config.recompile_limit = max(256, torch._dynamo.config.recompile_limit)
     # Training has one shape and validation another. Each gets a graph, because dynamic shapes compile longer.
     how: dict[str, Any] = {"backend": config.backend, "dynamic": False}
     if "model" in config.components:

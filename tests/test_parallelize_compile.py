@@ -7,6 +7,7 @@ import torch
 
 import train
 from components.commands.figures import broken_bars, figures
+from parallelize.scores import Scorer
 from parallelize.sharding import local_part
 from tests.harness import observe, rewrite
 from tests.test_memory import LONG
@@ -102,8 +103,7 @@ def graphs(run: train.Run) -> int:
 def test_equal_layers_share_a_graph(more: tuple[str, ...], most: int) -> None:
     """Twelve layers; a graph more for the loss of a whole chunk, and of what is left over.
 
-    And one for the first layer with adapters, whose input needs no gradient. torch compiles one function 8 times at the
-    most.
+    And one for the first layer with adapters, whose input needs no gradient.
     """
     assert observe("--model.flavor", "deep", *more, *TRACED, steps=1, at_end=graphs).extra <= most
 
@@ -118,6 +118,18 @@ def test_another_length_compiles_again() -> None:
     few = ("--validation.held_out_fraction", "0.01", "--validation.steps", "2")
     compiled = observe(*held_out, *few, *TRACED, steps=1, at_end=validated).extra
     assert compiled == pytest.approx(observe(*held_out, *few, steps=1, at_end=validated).extra, rel=1e-6)
+
+
+def scores_of_lengths(run: train.Run) -> list[float]:
+    """Log-probabilities of zeros after zeros: each number of rows and of tokens has a graph."""
+    scorer = Scorer(run.stages, run.runner, run.mesh, run.config)
+    shapes = [(rows, length) for rows in (1, 2) for length in (2, 4, 8, 16, 32)]
+    return [float(scorer.of_texts([[0] * (length + 1)] * rows)[0].label[-1]) for rows, length in shapes]
+
+
+def test_any_number_of_shapes_is_compiled() -> None:
+    compiled = observe(*TRACED, steps=1, at_end=scores_of_lengths).extra
+    assert compiled == pytest.approx(observe(steps=1, at_end=scores_of_lengths).extra, rel=1e-6)
 
 
 def embedding_gives_what_is_still_on_its_way() -> None:

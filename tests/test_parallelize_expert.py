@@ -11,9 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from components.commands.figures import Observation, broken_bars, figures
+from components.config import load_config
 from models import MODELS
 from models.moe import Router
+from parallelize.mesh import resolve_degrees
+from parallelize.rules.expert import ranks_misfit
 from tests.harness import observe, rewrite
+from tests.small import SMALL
 from tests.test_collectives import count_traffic
 from tests.test_weights import export
 
@@ -201,6 +205,24 @@ def test_a_stage_without_a_layer_makes_the_same_groups() -> None:
     run = ("--model.name", "qwen3_moe", "--model.flavor", "long5", "--experts.bias_update_speed", "0.01")
     observed = observe(*run, *layout, *lighter, ranks=4, valid_labels=LABELS)
     assert not broken_bars(observed, observe(*run, valid_labels=LABELS))
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ((), ""),
+        (("--model.sizes.dim", "64"), ""),
+        (("--model.sizes.dim", "64", "--optimizer.state_dtype", "int8"), "neither 2 nor the size 64"),
+        (("--model.sizes.dim", "64", "--lora.rank", "3"), "neither 2 nor the size 64"),
+        (("--model.sizes.dim", "64", "--model.sizes.expert_dim", "50"), "neither 2 nor the size 50"),
+    ],
+)
+def test_ranks_share_experts_by_rows_or_by_columns(words: tuple[str, ...], refused: str) -> None:
+    sizes = ("--model.sizes.n_experts", "4", "--model.sizes.dim", "48", "--model.sizes.expert_dim", "48")
+    config = load_config([*SMALL, *MOE, *sizes, *words, SHARD, "6", LOCAL, "6", EP, "2"])
+    reason = ranks_misfit(config, resolve_degrees(config, 6))
+    assert refused in reason
+    assert bool(reason) == bool(refused)
 
 
 def test_biases_are_not_lost_in_an_export(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ def ranks_misfit(config: JobConfig, degrees: Degrees) -> str:
             f"tensor_parallel_degree); use {' or '.join(map(str, can))}"
         )
     held, shards = experts // degrees.ep, degrees.efsdp
-    uneven = next((size for size in (sizes.expert_dim, sizes.dim) if size % shards), 0)
-    if held % shards and uneven:
+    uneven = [size for size in (sizes.expert_dim, sizes.dim) if size % shards]
+    # A matrix is cut by its rows or by its columns. A bias has one size, and blocks of columns are not cut.
+    either = not (sizes.expert_bias or config.model.lora.rank or config.optimizer.state_dtype == "int8")
+    if held % shards and len(uneven) > either:
         return (
             f"{shards} ranks (efsdp) share the weights of {held} experts, which they cannot share evenly: neither "
-            f"{held} nor the size {uneven} of their matrices is a multiple; a larger degree may do"
+            f"{held} nor the size {uneven[0]} of their matrices is a multiple; a larger degree may do"
         )
     return ""
 
