@@ -6,12 +6,15 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 import yaml
 
+import train
 from components.config import ROOT, load_config
 from components.data import build_datasets
 from components.state.init import initialize_weights
@@ -19,6 +22,7 @@ from models import MODELS
 from parallelize.mesh import Degrees
 from tests.convergence import faults, golden
 from tests.convergence.__main__ import main
+from tests.convergence.disturbed import disturb
 from tests.convergence.report import Comparison, write
 from tests.convergence.sides import Curve, checkout, parse
 from tests.convergence.verdict import BAND, distances, first_outside, noise_floor, who_moved
@@ -52,6 +56,38 @@ def test_a_side_is_the_recipe_made_shorter() -> None:
     assert (config.lr_scheduler.warmup_steps, config.lr_scheduler.total_steps) == (2, 20)
     assert (config.training.local_batch_size, config.training.global_batch_size) == (2, 8)
     assert (config.optimizer.lr, config.compile.enable, config.metrics.log_freq) == (1e-3, True, 1)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda path: path.stem)
+def test_every_recipe_has_sides(recipe: Path) -> None:
+    assert not parse("own", recipe).config(10).checkpoint.enable
+
+
+def test_averages_are_not_compared(tmp_path: Path) -> None:
+    recipe = tmp_path / "averaged.toml"
+    recipe.write_text(
+        (ROOT / "recipes/llama_debug_lora.toml").read_text() + "[averages]\nema_decay = 0.9\nexport = true\n"
+    )
+    assert not parse("own", recipe).config(10).averages.ema_decay
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_trained_weights_are_moved_to_a_neighbour_after_a_load(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = torch.nn.Linear(64, 64, dtype=getattr(torch, dtype))
+    stage.bias.requires_grad_(False)
+
+    def load(run: Any, checkpointer: Any) -> None:
+        for parameter in stage.parameters():
+            parameter.data.fill_(1.0)
+
+    monkeypatch.setattr(train, "resume", load)
+    disturb("ulp", 1)
+    for step, moved in ((0, True), (10, False)):
+        run: Any = SimpleNamespace(step=step, stages=[stage])
+        train.resume(run, None)  # type: ignore[arg-type]
+        assert (stage.bias == 1).all()
+        assert bool((stage.weight != 1).all()) == moved
+        assert (stage.weight - 1).abs().max() <= torch.finfo(stage.weight.dtype).eps
 
 
 @pytest.mark.parametrize(

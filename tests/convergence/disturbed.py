@@ -3,7 +3,7 @@
 DISTURB="order 1" python disturbed.py --table.key value ...   as ./run_train.sh, but for the disturbance:
 
   order SEED   the sequences of each step are summed in another order: the same numbers but for the last bits
-  ulp SEED     every weight of step 0 is moved to one of its two neighbours
+  ulp SEED     every trained weight of step 0 is moved to one of its two neighbours, after weights were loaded
 """
 
 import os
@@ -24,9 +24,9 @@ from components.launch.ending import run_to_exit
 
 def move_by_one_ulp(stage: nn.Module, seed: int) -> None:
     """Move each weight up or down. Its own bits say which way, so that its copies on other ranks move alike."""
-    for parameter in stage.parameters():
+    for parameter in (each for each in stage.parameters() if each.requires_grad):
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        bits = local.detach().view(torch.int32).long()
+        bits = local.detach().view(torch.int32 if local.element_size() == 4 else torch.int16).long()
         up = (bits * 0x9E3779B1 + seed * 0x85EBCA6B) >> 17 & 1
         towards = torch.where(up.bool(), torch.inf, -torch.inf).to(local.dtype)
         local.data.copy_(torch.nextafter(local.data, towards))
@@ -46,13 +46,14 @@ def in_another_order(run: train.Run, batches: Iterator[train.Batch], seed: int) 
 def disturb(kind: str, seed: int) -> None:
     """Let train.py in this process start or read as `kind` says. Raises ValueError for another kind."""
     if kind == "ulp":
-        initialize: Any = train.initialize_weights
+        resume: Any = train.resume
 
-        def initialize_beside(stage: nn.Module, *arguments: Any) -> None:
-            initialize(stage, *arguments)
-            move_by_one_ulp(stage, seed)
+        def resume_beside(run: train.Run, checkpointer: Any) -> None:
+            resume(run, checkpointer)
+            for stage in run.stages * (run.step == 0):
+                move_by_one_ulp(stage, seed)
 
-        vars(train)["initialize_weights"] = initialize_beside
+        vars(train)["resume"] = resume_beside
     elif kind == "order":
         local_batches: Any = train.local_batches
         vars(train)["local_batches"] = lambda run: in_another_order(run, local_batches(run), seed)

@@ -15,11 +15,22 @@ from typing import Any
 
 from components.commands.start import gpus
 from components.config import ROOT, ConfigError, JobConfig, load_config
+from components.config.rule import value_of
 from components.observe.report import read_rows
 from parallelize.layouts import KEYS, Layout, fixed_batch, layout_of, take_degree
 from parallelize.mesh import Degrees, draw_layout, minimum_ranks, resolve_degrees
 from parallelize.rules import check_layout
 
+_OFF = {
+    "validation.enable": False,
+    "checkpoint.enable": False,
+    "checkpoint.last_save_in_hf": False,
+    "checkpoint.hf_repo": "",
+    "checkpoint.remote": "",
+    "averages.ema_decay": 0.0,
+    "averages.export": False,
+}
+"""What no curve shows."""
 DISTURBED = Path(__file__).with_name("disturbed.py")
 SERIES = ("loss", "grad_norm")
 """What has to be the same at every step."""
@@ -57,10 +68,9 @@ class Side:
             "lr_scheduler.warmup_steps": min(warmup, schedule.warmup_steps),
             "lr_scheduler.total_steps": steps,
             "metrics.log_freq": 1,
-            "validation.enable": "false",
-            "checkpoint.enable": "false",
             "job.dump_folder": folder,
         }
+        given |= {key: str(off).lower() for key, off in _OFF.items() if value_of(config, key) != off}
         if self.degrees:
             layout = Layout(self.degrees)
             given |= layout.settings
