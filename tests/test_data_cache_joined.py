@@ -120,7 +120,7 @@ def test_a_cache_of_files_without_text_is_no_dataset(data: Path) -> None:
     prepare(spec, 1)
     added.write_text('{"text": ""}\n')
     prepare(spec, 1)
-    with pytest.raises(ConfigError, match=f"^training data {added}: no text in it$"):
+    with pytest.raises(ConfigError, match=f"^data {added}: no text in it$"):
         prepare(dataclasses.replace(spec, path=str(added)), 1)
 
 

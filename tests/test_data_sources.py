@@ -89,6 +89,9 @@ def test_data_beside_that_fill_no_sequence_are_refused_by_their_key(tmp_path: Pa
     words = ["--validation.enable", "--training.seq_len", "512"]
     with pytest.raises(ConfigError, match=r"validation\.text_path" + said):
         prepare_all(load_config([*words, "--validation.text_path", str(tmp_path / "a.txt")]))
+    for name in ("text", "dataset"):
+        with pytest.raises(ConfigError, match=rf'validation\.{name}_path = "nowhere": data nowhere: no such file'):
+            prepare_all(load_config([*words, f"--validation.{name}_path", "nowhere"]))
     with pytest.raises(ConfigError, match=r"validation\.dataset_path" + said):
         open_datasets(load_config([*words, "--validation.dataset_path", str(tmp_path / "a.txt")]), 4096)
 

@@ -314,7 +314,7 @@ def test_an_error_of_the_library_is_one_line_and_one_that_may_be_over_passes(
         raise error
     if not passes:
         (line,) = str(caught.value).splitlines()
-        assert line.startswith(f"training data {books[0]}: cannot be read after record 7: {type(error).__name__}: ")
+        assert line.startswith(f"data {books[0]}: cannot be read after record 7: {type(error).__name__}: ")
 
 
 FIELD = ["--training.dataset_text_field", "id"]

@@ -133,7 +133,7 @@ def test_what_cannot_be_decoded_reaches_the_rank_as_one_line(tmp_path: Path) -> 
         batches = build_loader(GlobalOrder(sequences, 0, 1, 1), config=DataLoader(num_workers=1))
         with pytest.raises(ConfigError) as caught:
             next(islice(batches, 4000, None))
-    assert str(caught.value).startswith(f"training data {data}: cannot be read: ArrowInvalid: ")
+    assert str(caught.value).startswith(f"data {data}: cannot be read: ArrowInvalid: ")
     assert len(str(caught.value).splitlines()) == 1
 
 

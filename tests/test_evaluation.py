@@ -142,6 +142,8 @@ def test_tasks_are_checked_before_the_start(tmp_path: Path) -> None:
     assert "generates has the type generate_until, which needs generated text: evaluate it on an export" in generated
     assert "nowhere.jsonl" in lost
     assert named == 'evaluation.tasks: "hellaswagg": neither a file nor a task of lm-eval; did you mean hellaswag?'
+    with pytest.raises(ConfigError, match=r"an answer has 10 tokens; training.seq_len = 8 takes from 1 to 8"):
+        check_evaluation(load_config(["--evaluation.tasks", json.dumps(TASKS[:1]), "--training.seq_len", "8"]))
 
 
 def test_without_lm_eval_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,6 +169,10 @@ def test_a_schedule_that_ended_at_0_leaves_no_rate_to_go_on_with() -> None:
     saved = rate_settings(load_config(["--training.steps", "300"]))
     said = describe_rate_change(load_config(["--training.steps", "400"]), saved, 300)
     assert said[1] == "that schedule has ended with the rate 0"
+    for steps in ("300", "200"):
+        assert describe_rate_change(load_config(["--training.steps", steps]), {}, 300) == [
+            f"no step is left: training.steps = {steps}"
+        ]
 
 
 def test_clipping_is_by_the_norm_of_all_parameters() -> None:

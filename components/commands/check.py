@@ -33,7 +33,16 @@ from components.config import ROOT, ConfigError, JobConfig, load_config, mistake
 from components.config.bounds import is_url
 from components.config.files import writable
 from components.data.cache import DataSpec, is_made
-from components.data.datasets import mixtures, of_source, open_datasets, source_numbers, sources_of, spec_of, text_spec
+from components.data.datasets import (
+    about,
+    mixtures,
+    of_source,
+    open_datasets,
+    source_numbers,
+    sources_of,
+    spec_of,
+    specs_beside,
+)
 from components.data.hub import hub_place, is_of_hub
 from components.data.remote import list_data, remote_data
 from components.data.sources import BadRecord, Unread, is_compressed
@@ -109,13 +118,12 @@ def tokenizer(job: Job) -> str:
 
 def data(job: Job) -> str:
     """The data are there, the first record of each file can be read, and a step has sequences for every rank."""
-    training, validation = job.config.training, job.config.validation
+    training = job.config.training
     remote = remote_data(job.config)
     said = [_in_store(job, key, *given) for key, given in remote.items()]
-    own = validation.dataset_path if validation.enable else None
-    said += [_own(job, spec_of(job.config, own))] if own and not is_url(own) else []
-    text = text_spec(job.config)
-    said += [_own(job, text)] if text and not is_url(text.path) else []
+    for key, spec in specs_beside(job.config).items():
+        with about(job.config, key):
+            said += [] if is_url(spec.path) else [_own(job, spec)]
     if is_stream(training) and not is_url(training.dataset_path):
         with open(os.devnull, "w") as nothing, redirect_stdout(nothing):
             left = check_stream(job.config)
@@ -168,7 +176,7 @@ def _own(job: Job, beside: DataSpec | None = None, source: int = 0) -> str:
     # A token has at least one byte. The bytes in a compressed file are not known before the file is read.
     known = beside is None and not any(is_compressed(file) for file in files)
     if known and size < training.seq_len:
-        raise ConfigError(f"training data {spec.path}: {size:,} bytes are less than one sequence")
+        raise ConfigError(f"data {spec.path}: {size:,} bytes are less than one sequence")
     if known and not source and size < batch * training.seq_len:
         said += f", less than the {batch} sequences of one step: each is seen several times in it"
     return "; ".join([said, *left])

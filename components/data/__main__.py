@@ -11,7 +11,7 @@ from components.config import ConfigError, JobConfig, check_rules, load_config
 from components.config.bounds import path_argument
 from components.config.contradictions import CONTRADICTIONS
 from components.data.cache import prepare
-from components.data.datasets import open_datasets, open_text, source_numbers, spec_of, text_spec
+from components.data.datasets import about, open_datasets, open_text, source_numbers, spec_of, specs_beside
 from components.data.hub import fetch, is_of_hub
 from components.data.remote import localize
 from components.data.show import show
@@ -30,13 +30,16 @@ def prepare_all(config: JobConfig) -> JobConfig:
     """
     config = localize(config)
     _warn(*check_tokenizer(config))
-    validation, streamed = config.validation, is_stream(config.training)
+    streamed = is_stream(config.training)
     _warn_unread(check_stream(config) if streamed else None)
-    own = [validation.dataset_path] if validation.enable and validation.dataset_path else []
     trained = [] if streamed else [spec_of(config, source=number) for number in source_numbers(config.training)]
-    for spec in [*trained, *(spec_of(config, path) for path in own), *filter(None, [text_spec(config)])]:
+    for spec in trained:
         _warn_unread(spec.unread())
         prepare(spec)
+    for key, other in specs_beside(config).items():
+        with about(config, key):
+            _warn_unread(other.unread())
+            prepare(other)
     open_text(config, sys.maxsize)  # a rank knows the number of tokens
     if is_of_hub(config.training) and not streamed:
         config = replace(config, training=replace(config.training, dataset_path=trained[0].path))

@@ -166,11 +166,11 @@ def prepare(spec: DataSpec, workers: int | None = None) -> Tokens:
             _make(spec, files, contents, workers or cores())
             found = _find(spec, files, contents)
         if not found:
-            raise ConfigError(f"training data {spec.path}: no text in it")
+            raise ConfigError(f"data {spec.path}: no text in it")
         return found
     except OSError as error:
         where = f"cache in {spec.cache_folder} (training.dataset_cache)"
-        raise ConfigError(f"training data {spec.path}, {where}: {error}") from error
+        raise ConfigError(f"data {spec.path}, {where}: {error}") from error
 
 
 def _find(spec: DataSpec, files: list[Path], contents: list[str]) -> Tokens | None:
@@ -259,9 +259,9 @@ def _build(
     try:
         index = spec.tokenize(files, staging, name, pool, workers)
         if not index["tokens"] and len(files) == of_files:
-            raise ConfigError([f"training data {spec.path}: no text in it", *index["skipped_records"][:3]])
+            raise ConfigError([f"data {spec.path}: no text in it", *index["skipped_records"][:3]])
         if _contents(spec, files) != contents:
-            raise ConfigError(f"training data {spec.path}: changed while it was read")
+            raise ConfigError(f"data {spec.path}: changed while it was read")
         if counts := index.pop("counts", None):
             own = [[content, *each] for content, each in zip(contents, counts, strict=True)]
             index |= {"how": how_tokenized(spec).hexdigest(), "files": own}

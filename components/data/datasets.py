@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -81,8 +82,15 @@ def build_datasets(config: JobConfig, vocab_size: int) -> tuple[PackedSequences,
     if dist.is_initialized():
         given = config.training
         where = given.dataset_path or ("of the mixture" if given.mixture else given.dataset)
-        _check_same_on_ranks(f"training data {where}", built)
+        _check_same_on_ranks(f"data {where}", built)
     return built
+
+
+def specs_beside(config: JobConfig) -> dict[str, DataSpec]:
+    """Key -> the spec of data that validations read beside the training data. Raises ConfigError as spec_of."""
+    own, text = config.validation.dataset_path, text_spec(config)
+    found = {"validation.dataset_path": spec_of(config, own)} if config.validation.enable and own else {}
+    return found | ({"validation.text_path": text} if text else {})
 
 
 def text_spec(config: JobConfig) -> DataSpec | None:
@@ -226,10 +234,18 @@ def _beside(
     config: JobConfig, key: str, spec: DataSpec, vocab_size: int, cut: Callable[[Any, int], PackedSequences]
 ) -> PackedSequences:
     """The sequences of data beside the training data, which a key names."""
-    cache = prepare(spec)
+    with about(config, key):
+        cache = prepare(spec)
     _check_tokens(config, cache, vocab_size)
-    try:
+    with about(config, key):
         return cut(cache, config.validation.seq_len or config.training.seq_len)
+
+
+@contextmanager
+def about(config: JobConfig, key: str) -> Iterator[None]:
+    """Names the key of data in the messages of a ConfigError."""
+    try:
+        yield
     except ConfigError as error:
         raise ConfigError([mistake(config, key, message) for message in error.messages]) from None
 

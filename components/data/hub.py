@@ -141,11 +141,11 @@ def train_split(path: str, part: str | None, revision: str | None) -> Any:
     logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)  # it logs what it raises
     builder = datasets.load_dataset_builder(path, part, revision=revision)
     if builder.name not in _KINDS:
-        raise ConfigError(f"training data {path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
+        raise ConfigError(f"data {path}: files of the kind {builder.name}; {', '.join(_KINDS)} are read")
     splits = builder.config.data_files or {}
     if "train" not in splits:
         only = ", ".join(map(str, splits))
-        raise ConfigError(f'training data {path}: the split "train" is read; it has only {only}')
+        raise ConfigError(f'data {path}: the split "train" is read; it has only {only}')
     return builder
 
 

@@ -60,7 +60,7 @@ def list_data(url: str, endings: Collection[str]) -> Listed:
     try:
         found = within(lambda: base.files(depth=depth), _LISTING_SECONDS)
     except OSError as error:
-        raise ConfigError(f"training data {url}: the store cannot be listed: {error.strerror}") from None
+        raise ConfigError(f"data {url}: the store cannot be listed: {error.strerror}") from None
     if "" in found:  # the URL of a file
         base = Store(url.rpartition("/")[0])
         found = {url.rpartition("/")[2]: found[""]}
@@ -78,7 +78,7 @@ def list_data(url: str, endings: Collection[str]) -> Listed:
     left = unread_sizes({name: entry.size for name, entry in seen.items()}, {*files}, endings)
     if not files:
         what = f"no file that ends in {', '.join(sorted(endings))}" if endings else "no file"
-        raise ConfigError(f"training data {url}: {what} there" + (f"; {left}" if left else ""))
+        raise ConfigError(f"data {url}: {what} there" + (f"; {left}" if left else ""))
     return Listed(base, pattern, files, left)
 
 
@@ -97,7 +97,7 @@ def bring(url: str, endings: Collection[str], cache_folder: Path) -> tuple[Path,
     except OSError as error:
         where = f" ({error.filename})" if error.filename else ""
         again = "; the same command continues"
-        raise ConfigError(f"training data {url}: {error.strerror or error}{where}{again}") from None
+        raise ConfigError(f"data {url}: {error.strerror or error}{where}{again}") from None
     files = folder / "files"
     return (Path(glob.escape(str(files))) / listed.pattern if listed.pattern else files), listed, copied
 
@@ -124,7 +124,7 @@ def _update(listed: Listed, folder: Path) -> int:
         listed.store.get(name, entry, partial)
         if listed.store.files(name).get(name) != entry:
             partial.unlink()
-            raise ConfigError(f"training data {listed.store.url}/{name}: changed while it was copied; start again")
+            raise ConfigError(f"data {listed.store.url}/{name}: changed while it was copied; start again")
         partial.replace(target)
         with index.open("a") as file:
             file.write(f"\n{json.dumps([name, entry.version])}\n")

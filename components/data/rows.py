@@ -110,7 +110,7 @@ class ChatSpec(DataSpec):
                     trained += int(is_trained.sum())
                     ends.append(total)
         if not total:
-            raise ConfigError([f"training data {self.path}: no {self.unit[:-1]} in it", *bad[:3]])
+            raise ConfigError([f"data {self.path}: no {self.unit[:-1]} in it", *bad[:3]])
         np.asarray(ends, dtype=np.int64).tofile(folder / "documents.bin")
         seconds = time.perf_counter() - started
         print(

@@ -68,21 +68,21 @@ def _find(path: str, endings: Collection[str]) -> tuple[list[Path], "Unread | No
             found = [given]
             if ending(given) not in endings:
                 reason = f'ending "{ending(given)}" is not one of {known}: {_remedies(found, endings)}'
-                raise ConfigError(f"training data {path}: {reason}")
+                raise ConfigError(f"data {path}: {reason}")
         elif given.is_dir():
             found = list(walk(given))
         else:
             found = [file for file in _matches(str(given)) if file.is_file()]
             if not found and not glob.has_magic(str(given)):
-                raise ConfigError(f"training data {path}: no such file or folder")
+                raise ConfigError(f"data {path}: no such file or folder")
         readable = [file for file in found if ending(file) in endings and (file == given or is_data(file))]
         full = chosen([file for file in readable if file.stat().st_size], endings)
         others = unread(found, full, endings=endings)
     except OSError as error:
-        raise ConfigError(f"training data {path}: {error}") from None
+        raise ConfigError(f"data {path}: {error}") from None
     if not full:
         what = "only empty files" if readable else f"no file that ends in {known}"
-        raise ConfigError(f"training data {path}: {what}" + (f"; {others}" if others else ""))
+        raise ConfigError(f"data {path}: {what}" + (f"; {others}" if others else ""))
     if given.is_dir():
         check_inside(given, full)
     for file in full[:100]:  # a clone without `git lfs` has only pointers; others are found where a file is first read
@@ -194,7 +194,7 @@ def check_inside(folder: Path, files: Iterable[Path]) -> None:
             parents[file.parent] = inside(folder, file.parent)
     if away := [file for file in files if not (inside(folder, file) if file.is_symlink() else parents[file.parent])]:
         reason = "which is outside of the folder; name it in training.dataset_path itself, by a glob too, or copy it"
-        raise ConfigError(f"training data {folder}: {away[0]} leads to {os.path.realpath(away[0])}, {reason}")
+        raise ConfigError(f"data {folder}: {away[0]} leads to {os.path.realpath(away[0])}, {reason}")
 
 
 def walk(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:

@@ -194,7 +194,7 @@ def _texts(builder: Any, records: int) -> Iterator[tuple[Document, dict[str, Any
 
     def pieces(file: str) -> Iterator[str]:
         with xopen(file, encoding="utf-8") as text:
-            yield from text_pieces(text, f"training data {file}")
+            yield from text_pieces(text, f"data {file}")
 
     manager = StreamingDownloadManager(base_path=builder.base_path)
     files = manager.iter_files(manager.extract(manager.download(builder.config.data_files["train"])))
@@ -208,7 +208,7 @@ def _records(builder: Any, spec: StreamSpec, place: dict[str, Any]) -> Iterator[
     import pyarrow
 
     field = spec.text_field
-    absent = f'training data {spec.path}: a file has no "{field}" (training.dataset_text_field); it has '
+    absent = f'data {spec.path}: a file has no "{field}" (training.dataset_text_field); it has '
 
     def text_only(table: Any, **more: Any) -> Any:
         """The column of the text, where values that are no text are null."""
@@ -254,7 +254,7 @@ def _one_line(spec: StreamSpec, records: int) -> Iterator[None]:
             raise
         where, cause = f" after record {records:,}" if records else "", error.__cause__ or error
         reason = f"{type(cause).__name__}: {short(' '.join(str(cause).split()))}"
-        raise ConfigError(f"training data {spec.path}: cannot be read{where}: {reason}") from error
+        raise ConfigError(f"data {spec.path}: cannot be read{where}: {reason}") from error
 
 
 def _builder(spec: StreamSpec) -> Any:
@@ -270,14 +270,14 @@ def _builder(spec: StreamSpec) -> Any:
     files = list(walk(Path(spec.path))) if spec.revision is None else []
     for file in files:
         if ending(file) in (*_ENDINGS, ".text") and file.suffix not in _ENDINGS:
-            raise ConfigError(f"training data {file}: a stream reads only {', '.join(_ENDINGS)}: {_MOVE}")
+            raise ConfigError(f"data {file}: a stream reads only {', '.join(_ENDINGS)}: {_MOVE}")
     builder = train_split(spec.path, spec.config, spec.revision)
     splits = builder.config.data_files
     for file in splits["train"]:
         package = _PACKAGES.get(Path(file).suffix)
         if package and not importlib.util.find_spec(package):
             install = f"needs the package {package}: {sys.executable} -m pip install {package}, or decompress it"
-            raise ConfigError(f"training data {file}: {install}")
+            raise ConfigError(f"data {file}: {install}")
     if spec.revision is None:
         found = [path for split in splits.values() for path in _paths(split)]
         check_inside(Path(spec.path), found)
@@ -287,7 +287,7 @@ def _builder(spec: StreamSpec) -> Any:
         others = [file for file in files if ending(file) in _ENDINGS and file.resolve() not in named]
         if others:
             reason = f"a stream reads {builder.name} files of the split train, and would leave out {others[0]}"
-            raise ConfigError(f"training data {spec.path}: {reason}: {_MOVE}")
+            raise ConfigError(f"data {spec.path}: {reason}: {_MOVE}")
     return builder
 
 

@@ -277,7 +277,7 @@ class TokenSpec(DataSpec):
         given = Path(self.path)
         paired = self.path.removesuffix(".idx") + ".bin"
         if (ending(given) == ".idx" or not given.exists()) and Path(paired).is_file():
-            raise ConfigError(f"training data {self.path}: name the file of tokens: {paired}")
+            raise ConfigError(f"data {self.path}: name the file of tokens: {paired}")
         found = find_files(self.path, self.endings)
         if given.is_dir():
             indices = sorted({index for folder in {file.parent for file in found} for index in folder.glob("*.idx")})

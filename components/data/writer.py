@@ -123,7 +123,7 @@ def write(spec: StreamSpec, progress: dict[str, Any], ahead_tokens: int) -> None
                 if total >= wanted + ahead_tokens:
                     time.sleep(0.05)
         if not total:
-            raise ConfigError([f"training data {spec.path}: no text in it", *bad[:3]])
+            raise ConfigError([f"data {spec.path}: no text in it", *bad[:3]])
         skipped = skipped_before + len(bad)
         progress |= {"is_whole": True, "skipped_records": skipped}
         publish()

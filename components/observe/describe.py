@@ -64,11 +64,15 @@ def describe_rate(warmup_steps: int, steps: int) -> list[str]:
 def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) -> list[str]:
     """Lines about learning rates that differ from the rates of a checkpoint's run; none if no rate differs.
 
+    If no step is left, a line says so.
+
     saved: rate_settings of that run; empty if an older version saved the checkpoint. step: the checkpoint's step.
     """
+    now, steps, table = rate_settings(config), config.training.steps, "lr_scheduler."
+    if step >= steps:
+        return [f"no step is left: training.steps = {steps}"]
     if not saved or not step:
         return []
-    now, steps, table = rate_settings(config), config.training.steps, "lr_scheduler."
     changed = {key: value for key, value in saved.items() if now.get(key, value) != value}
     if not changed:
         return []

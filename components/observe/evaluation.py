@@ -23,14 +23,15 @@ from parallelize.together import from_first
 
 
 def check_evaluation(config: JobConfig) -> None:
-    """Raises ConfigError if lm-eval is not installed, or a task is unknown or cannot be loaded; fetches its data."""
-    tasks = config.evaluation.tasks
+    """Raises ConfigError if lm-eval is not installed, or a task is unknown or cannot be used; fetches its data."""
+    tasks, limit = config.evaluation.tasks, config.evaluation.limit
     if not tasks:
         return
     if importlib.util.find_spec("lm_eval") is None:
         raise ConfigError(mistake(config, "evaluation.tasks", 'needs lm-eval: pip install "lm-eval>=0.4.13"'))
     # In a process of its own, because lm-eval imports much, and runs code of tasks.
-    command = [sys.executable, "-P", "-m", "components.observe.tasks", json.dumps(tasks)]
+    given = tasks, limit, config.model.hf_assets_path, config.training.dataset_separator, config.training.seq_len
+    command = [sys.executable, "-P", "-m", "components.observe.tasks", json.dumps(given)]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
     if done.returncode == ExitCode.CONFIG:

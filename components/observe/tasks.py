@@ -20,11 +20,13 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from components.config import ConfigError
-from components.data.tokenizer import Tokenizer
+from components.data.tokenizer import Tokenizer, load_tokenizer
 from components.launch.exit_codes import ExitCode
 
 _SCORED = ("loglikelihood", "loglikelihood_rolling", "multiple_choice")
 """Output types of lm-eval that likelihoods answer."""
+_CHECKED = 16
+"""Documents of each task that are read before a run starts."""
 _FEW_SHOT_SEED = 1234
 """lm-eval's own, which chooses the examples before a question."""
 Request = tuple[str, tuple[Any, ...]]
@@ -91,9 +93,8 @@ class Answers(TemplateLM):
     def _window(self, context: list[int], continuation: list[int]) -> Window:
         """The last tokens that the model takes. Raises ValueError if a continuation is empty or does not fit."""
         if not 1 <= len(continuation) <= self._room:
-            raise ValueError(
-                f"an answer has {len(continuation)} tokens; training.seq_len = {self._room} takes 1 or more"
-            )
+            count, room = len(continuation), self._room
+            raise ValueError(f"an answer has {count} tokens; training.seq_len = {room} takes from 1 to {room}")
         return Window([*context, *continuation][-self._room - 1 :], len(continuation))
 
 
@@ -214,9 +215,10 @@ def _is_number(key: str, value: Any) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Check that the tasks of a JSON list load; prints their mistakes."""
+    """Check that tasks load, and that their first documents fit; prints the mistakes. argv: of check_evaluation."""
+    names, limit, tokenizer, separator, room = json.loads(argv[0])
     try:
-        load_tasks(json.loads(argv[0]))
+        Tasks(names, min(limit or _CHECKED, _CHECKED), load_tokenizer(tokenizer, separator), room)
     except ConfigError as error:
         print(*error.messages, sep="\n")
         return ExitCode.CONFIG

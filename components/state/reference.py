@@ -94,6 +94,7 @@ def _cache(config: JobConfig) -> Path:
 def _key(config: JobConfig, sizes: Any, weights: str, rows: PairRows) -> str:
     model, quantize = config.model, config.quantize if config.model.converters else ""
     forward = f"{model.name}/{sizes}/{model.converters}/{quantize}/{config.training.mixed_precision_param}"
+    forward += f"/{config.training.float32_matmul_precision}"
     key = f"{weights}/{rows.key}/{rows.seq_len}/{forward}"
     return hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
 
