@@ -24,7 +24,7 @@ class _Run(SimpleNamespace):
 def _start(folder: Path, until: int, prune: bool, config: dict[str, Any]) -> tuple[int, int]:
     """Start the command and train to a step, saving every fourth; returns the step and sequence that it began at."""
     saver = checkpointer(folder, 99, interval=4, **config)
-    table = SimpleNamespace(checkpoint=saver.config, training=SimpleNamespace(global_batch_size=7))
+    table = SimpleNamespace(checkpoint=saver.config, training=SimpleNamespace(global_batch_size=7, steps=99))
     guards = Guards(Training(), folder, None, torch.device("cpu"))  # type: ignore[arg-type]
     job: Any = _Run(config=table, step=0, sequences=0, tokens=0, guards=guards, mesh=None)
     train.resume(job, saver)

@@ -68,11 +68,12 @@ def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) ->
 
     saved: rate_settings of that run; empty if an older version saved the checkpoint. step: the checkpoint's step.
     """
-    now, steps, table = rate_settings(config), config.training.steps, "lr_scheduler."
+    steps, table = config.training.steps, "lr_scheduler."
     if step >= steps:
         return [f"no step is left: training.steps = {steps}"]
     if not saved or not step:
         return []
+    now = rate_settings(config)
     changed = {key: value for key, value in saved.items() if now.get(key, value) != value}
     if not changed:
         return []

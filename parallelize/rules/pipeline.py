@@ -1,7 +1,6 @@
 """Rules on pipelines: each function gives the reason why a pipeline is refused, or an empty string."""
 
 from components.config import JobConfig
-from models.parameters import covers
 from parallelize.mesh import Degrees, global_batch_size
 from parallelize.rules.sizes import near_multiples, not_among, sizes_of
 from parallelize.schedules import SCHEDULES, layers_of_stages, name_of_schedule, number_of_stages, schedule_of
@@ -100,6 +99,8 @@ def reshard_misfit(config: JobConfig, degrees: Degrees) -> str:
 
 
 def ahead_misfit(config: JobConfig, degrees: Degrees) -> str:
+    from models.parameters import covers
+
     sizes, parallelism = sizes_of(config), config.parallelism
     once = sizes.mtp_layers + sizes.tie_embeddings <= 1 or sizes.mtp_layers == 0
     frozen = config.model.lora.rank > 0 or any(covers(each, "tok_embeddings.weight") for each in sizes.frozen)
