@@ -24,7 +24,7 @@ from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.launch.memory import keep_freed_memory
 from components.launch.signals import StopSignal
-from components.observe.describe import describe_rate_change, introduce
+from components.observe.describe import describe_resume, introduce
 from components.observe.dynamics import Dynamics
 from components.observe.guards import Guards
 from components.observe.hang import HangWatch
@@ -152,8 +152,7 @@ def resume(run: Run, checkpointer: Checkpointer) -> None:
     if "dataloader" not in checkpointer.excluded:
         run.sequences = state["sequences"]
         check_data_order(state, run.state(), run.config.training.global_batch_size)
-    lines = describe_rate_change(run.config, state.get("rate", {}), run.step)
-    print_on_rank_0("\n".join([f"continuing after step {run.step}, at sequence {run.sequences:,}", *lines]))
+    print_on_rank_0(describe_resume(run.config, state.get("rate", {}), run.step, run.sequences))
 
 
 def local_order(run: Run, consumed_sequences: int) -> GlobalOrder:
@@ -239,7 +238,7 @@ def log(run: Run, metrics: Metrics, loss: Tensor, norm: Tensor) -> None:
 
 def save_if_due(run: Run, metrics: Metrics, checkpointer: Checkpointer, replicas: Replicas) -> None:
     """Save at steps of checkpoint.interval, at the last one, and before a stop, unless a check ends the run first."""
-    config, last = run.config.checkpoint, run.step == run.config.training.steps
+    config, last = run.config.checkpoint, run.step == run.config.training.steps and not run.stopped
     saving = config.due_at(run.step) or (config.saves and (last or run.stopped))
     run.guards.check(lambda position: local_order(run, position), run.stages, now=saving or last)
     replicas.check(run.step, saving)
@@ -258,7 +257,9 @@ def train(run: Run, metrics: Metrics, checkpointer: Checkpointer, stop: StopSign
     looks = Looks(config, metrics, lambda stop: run.averages.validated(lambda: validate(run, stop)), scorer)
     batches = local_batches(run)
     if run.step == 0 or run.stopped:
-        code = looks.if_due(run.step, run.tokens, stop)
+        run.stopped = bool(code := looks.if_due(run.step, run.tokens, stop))
+        if run.step == steps and not code:
+            save_if_due(run, metrics, checkpointer, replicas)
     # All ranks collect garbage at the same steps, because each collection makes the other ranks wait.
     gc.disable()
     with profiling(config.profiling, Path(config.job.dump_folder), dist.get_rank()) as at_step_end:
@@ -292,15 +293,14 @@ def main(config: JobConfig) -> int:
     keep_freed_memory()
     device = init_distributed(config.comm.init_timeout_seconds, config.comm.share_gpus)
     check_filled(config)
-    if (rank := dist.get_rank()) == 0:
-        lock_folder(config)
+    lock_folder(config, rank := dist.get_rank())
     run = build(config, device)
     folder = Path(config.job.dump_folder) / config.checkpoint.folder
     checkpointer = Checkpointer(folder, config.checkpoint, run.stages, run.optimizer, run.averages)
     resume(run, checkpointer)
     add_reference(run, checkpointer)
     metrics = Metrics(config, rank, device, run.flops_per_token, str(run.degrees))
-    metrics.resume(run.step, run.tokens)
+    metrics.resume(run.step, run.tokens, run.stopped)
     data = run.train_set.describe(run.sequences + (config.training.steps - run.step) * run.global_batch_size)
     print_on_rank_0(introduce(config, run.degrees, run.stages, run.runner.passes * run.accumulation_steps, data))
     try:

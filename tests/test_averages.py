@@ -385,6 +385,12 @@ def test_a_checkpoint_has_the_contexts_that_it_was_saved_with(tmp_path: Path) ->
     code, said = command("average", run, "--steps", "4,5", "--to", tmp_path / "out")
     assert (code, "trained with other contexts or RoPE scaling" in said) == (ExitCode.CONFIG, True), said
     assert value_of(_context_length, run, 4) == 4096
+    later = read_json(run / "run.json")
+    later["config"]["model"]["sizes"] = {"rope_theta": 7.0}  # as a start without checkpoints writes it
+    (run / "run.json").write_text(json.dumps(later))
+    code, said = command("export", run, tmp_path / "out", "--step", "3")
+    assert (code, "another model than" in said) == (ExitCode.CONFIG, True), said
+    assert "rope_theta = 500000.0 there and 7.0 here" in said
 
 
 def test_what_cannot_be_averaged_is_refused(tmp_path: Path) -> None:

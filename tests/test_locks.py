@@ -144,9 +144,9 @@ def test_a_dump_folder_says_whose_it_is(number: int, tmp_path: Path, monkeypatch
     process = hold(tmp_path / "run/.lock", number)
     without_flock(monkeypatch, number)
     with pytest.raises(ConfigError, match=rf"another run is writing into it: process {process.pid} on .* since 20"):
-        lock_folder(config)
+        lock_folder(config, 0)
     process.communicate("\n")
-    lock_folder(config)
+    lock_folder(config, 0)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])

@@ -142,6 +142,25 @@ def test_bad_bytes_and_torn_lines_do_not_block_a_resume(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
 
 
+def test_rows_of_what_is_looked_at_again_are_dropped(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 1, "validation_loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "dynamics": {}},
+        {"step": 2, "validation_loss": 3.0},
+    ]
+    for looks_again, left in ((False, 4), (True, 3)):
+        for name in ("metrics", "samples"):
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        metrics_of(tmp_path).resume(2, 10, looks_again)
+        for name in ("metrics", "samples"):
+            assert read_rows(tmp_path / f"{name}.jsonl") == rows[:left]
+    metrics_of(tmp_path, "--checkpoint.enable", "--checkpoint.load_only").resume(1, 10)
+    assert read_rows(tmp_path / "metrics.jsonl") == rows[:1]
+    (aside,) = tmp_path.glob("metrics-until-*.jsonl")
+    assert read_rows(aside) == rows[:3], "the run itself may go on"
+
+
 def test_a_row_that_finds_no_space_is_said_once_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,8 +184,8 @@ def test_a_disk_that_is_full_before_the_first_step_refuses_the_run(tmp_path: Pat
             metrics_of(disk).resume(0, 0)
 
 
-def metrics_of(folder: Path) -> Metrics:
-    return Metrics(load_config(["--job.dump_folder", str(folder)]), 0, torch.device("cpu"), (1, 1), "1 rank")
+def metrics_of(folder: Path, *words: str) -> Metrics:
+    return Metrics(load_config(["--job.dump_folder", str(folder), *words]), 0, torch.device("cpu"), (1, 1), "1 rank")
 
 
 def test_variants_of_a_gpu_have_their_own_peak_and_unknown_ones_none() -> None:

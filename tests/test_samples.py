@@ -214,7 +214,7 @@ def stopped_looks(run: train.Run) -> list[Any]:
         restart_clock=lambda *_: None,
     )
     checkpointer: Any = SimpleNamespace(
-        save=lambda step, state, *_: seen.append((step, state.get("stopped", False))),
+        save=lambda step, state, only_model, _: seen.append((step, state.get("stopped", False), only_model)),
         poll=lambda: None,
         close=lambda: None,
     )
@@ -225,8 +225,10 @@ def stopped_looks(run: train.Run) -> list[Any]:
 
 def test_a_run_that_is_stopped_while_it_validates_validates_when_it_goes_on() -> None:
     given = ("--validation.enable", "true", "--validation.freq", "2", "--training.steps", "2", "--checkpoint.enable")
-    seen = observe(*layout().run(), *given, "--validation.at_start", steps=0, at_end=stopped_looks).extra
-    assert seen == [143, "validation 0", 1, 2, (2, True), 143, "validation 2", 0]
+    more = ("--checkpoint.last_save_model_only", "--validation.at_start")
+    seen = observe(*layout().run(), *given, *more, steps=0, at_end=stopped_looks).extra
+    whole, done = (2, True, False), (2, False, True)
+    assert seen == [143, "validation 0", 1, 2, whole, 143, "validation 2", done, 0]
 
 
 def test_nothing_is_looked_at_without_being_asked_for() -> None:

@@ -61,6 +61,12 @@ def describe_rate(warmup_steps: int, steps: int) -> list[str]:
     return [f"{end}: the rate only rises, to {steps / warmup_steps:.0%} of its peak"]
 
 
+def describe_resume(config: JobConfig, saved: dict[str, Any], step: int, sequences: int) -> str:
+    """Where a run goes on, and describe_rate_change."""
+    said = f"continuing after step {step}, at sequence {sequences:,}"
+    return "\n".join([said, *describe_rate_change(config, saved, step)])
+
+
 def describe_rate_change(config: JobConfig, saved: dict[str, Any], step: int) -> list[str]:
     """Lines about learning rates that differ from the rates of a checkpoint's run; none if no rate differs.
 

@@ -63,17 +63,16 @@ class Metrics:
         if rank == 0:
             self._write_run(layout)
 
-    def resume(self, step: int, tokens: int) -> None:
-        """Continue after this step. An earlier run's rows of later steps are dropped, because those steps run again."""
+    def resume(self, step: int, tokens: int, looks_again: bool = False) -> None:
+        """Continue after this step. An earlier run's rows of what runs again are dropped."""
         self.last_step, self.last_tokens, self.first_step = step, tokens, step
         self.started = self.last_time = time.perf_counter()
         if self.rank:
             return
         with self._refusing():
-            self.rows.resume(step)
-            for rows in (self.samples, self.evaluation):
-                if rows.path.exists():
-                    rows.resume(step)
+            for rows in (self.rows, self.samples, self.evaluation):
+                if rows is self.rows or rows.path.exists():
+                    rows.resume(step, looks_again, beside=self.config.checkpoint.load_only)
         self.trackers = trackers(self.config, step)
 
     def log(self, step: int, tokens: int, **values: Any) -> None:
@@ -216,11 +215,13 @@ NUMBERS: dict[str, Callable[[Metrics, Row], float | None]] = {
 """Numbers added to each logged row, in this order. A function gets the row so far: step, tokens, train.py's values."""
 
 
-def lock_folder(config: JobConfig) -> None:
-    """Make the dump folder and lock it against other runs until this process ends.
+def lock_folder(config: JobConfig, rank: int) -> None:
+    """On rank 0: make the dump folder and lock it against other runs until this process ends.
 
     Raises ConfigError if it is locked or cannot be made.
     """
+    if rank:
+        return
     file = Path(config.job.dump_folder) / RUN_LOCK
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

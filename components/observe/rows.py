@@ -18,16 +18,19 @@ class Rows:
         self.path = path
         self._torn = self._told = False
 
-    def resume(self, step: int) -> None:
+    def resume(self, step: int, looks_again: bool = False, beside: bool = False) -> None:
         """Continue after this step: an earlier run's rows of later steps are dropped, because those steps run again.
 
-        Raises OSError.
+        looks_again: so are rows of validations and other looks at the model after this step. beside: the earlier run
+        may go on, and its rows stay in a file of their own. Raises OSError.
         """
-        if not step and self.path.exists():  # the rows are another run's
+        rows = read_rows(self.path) if step else []
+        if (not step or beside) and self.path.exists():  # the rows are another run's
             until = time.strftime("%Y-%m-%d_%H-%M-%S")
             self.path.replace(self.path.with_name(f"{self.path.stem}-until-{until}.jsonl"))
-        rows = read_rows(self.path)
-        replace(self.path, "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step))
+        trained = {"loss", "dynamics"}
+        kept = [row for row in rows if row["step"] <= step - (looks_again and not trained & row.keys())]
+        replace(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, row: dict[str, Any]) -> dict[str, Any]:
         """Append a row, and return it as it is written: with null for numbers that are not finite."""

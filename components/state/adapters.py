@@ -39,12 +39,19 @@ from parallelize.together import read_together, together
 def open_run(run: Path, step: int | None) -> tuple[dict[str, Any], Path]:
     """find_checkpoint, with the model that the checkpoint was saved from: a later start may have stretched contexts.
 
-    Raises ConfigError as find_checkpoint does, and if there is no such model.
+    Raises ConfigError as find_checkpoint does, if there is no such model, and if the folder has become that of another.
     """
     config, checkpoint = find_checkpoint(run, step)
     chosen, saved = chosen_model(config), (peek(checkpoint) or {}).get("model") or {}
     check_model(JobConfig(model=chosen))
-    now = json.loads(json.dumps(asdict(sizes(chosen))))
+    own = sizes(chosen)
+    now = json.loads(json.dumps({**asdict(own), "head_size": own.head_dim}))
+    differ = [name for name in now.keys() & saved.keys() if name not in MAY_CHANGE and saved[name] != now[name]]
+    if differ:
+        changes = ", ".join(f"{name} = {saved[name]} there and {now[name]} here" for name in sorted(differ))
+        raise ConfigError(
+            f"{checkpoint} is of another model than {run / 'run.json'}, as a later start wrote it: {changes}"
+        )
     before = {name: saved[name] for name in MAY_CHANGE if name in saved}
     if any(now[name] != value for name, value in before.items()):
         config["model"] |= {"sizes": {**chosen.sizes, **before}, "rope_scaling": {}}
