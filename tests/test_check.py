@@ -82,6 +82,7 @@ def test_every_cross_is_listed_and_the_rest_goes_on(tmp_path: Path, capsys: pyte
             "less",
         ),
         (["--training.dataset_path", "none"], "data", "no such file"),
+        (["--checkpoint.initial_load_path", "run"], "initial weights", "there; did you mean run/checkpoint?"),
     ],
 )
 def test_a_cross_names_what_is_wrong(
@@ -94,6 +95,7 @@ def test_a_cross_names_what_is_wrong(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "short.txt").write_text("In the beginning")
+    (tmp_path / "run/checkpoint/step-3").mkdir(parents=True)
     code, seen = marks(capsys, "--job.dump_folder", str(tmp_path), *words)
     assert code == 2
     assert seen[name][0] == "✗"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import train
 from components.commands.observed import whole as whole_tensor
-from components.config import Checkpoint, load_config
+from components.config import Checkpoint, Training, load_config
 from components.optim.optimizer import build_optimizer
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
@@ -254,6 +254,17 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_from_but_can_be_started_fr
     both = {"initial_load_path": str(tmp_path / "step-10"), "initial_load_model_only": False}
     assert "it holds only weights" in run(_weights_only, tmp_path / "new run", both, True)[0].error
     assert value_of(_resume_from, tmp_path, {"initial_load_model_only": False}) == 5
+    assert [value_of(_last_weights, tmp_path, steps) for steps in (9, 10, 11)] == [(10, True)] * 2 + [(5, False)]
+
+
+def _last_weights(folder: Path, steps: int) -> tuple[int, bool]:
+    """The step that a run of so many steps goes on from, and whether its optimizer is new."""
+    loader = checkpointer(folder, 99)
+    state = loader.load(steps)
+    assert state
+    assert weights(loader.stages[0]) == weights(small(state["step"])[0])
+    own = content(loader.stages[0], loader.optimizer)
+    return state["step"], own != content(*small(state["step"]))
 
 
 def _resume_from(folder: Path, config: dict[str, Any]) -> int:
@@ -274,7 +285,7 @@ def _start(folder: Path, initial: Path) -> None:
 class _FakeRun:
     def __init__(self, config: Checkpoint) -> None:
         self.config = self
-        self.checkpoint, self.mesh = config, None
+        self.checkpoint, self.training, self.mesh = config, Training(), None
 
 
 def test_with_only_torn_checkpoints_the_initial_weights_are_taken(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import errno
 import gc
 import os
 import subprocess
@@ -249,6 +250,15 @@ def test_ranks_can_be_started_in_a_long_temporary_folder(long_folder: Path) -> N
         assert done.returncode == 0, done.stderr
         assert Path(done.stdout.strip()).resolve() == long_folder
         assert len(done.stdout) < 60
+
+
+def test_no_place_for_temporary_files_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    with pytest.raises(ConfigError, match=r"TMPDIR: No usable temporary directory .*: is the disk full\?"):
+        shorten_temporary_folder()
 
 
 def test_loader_workers_have_a_short_temporary_folder(long_folder: Path) -> None:

@@ -209,9 +209,6 @@ def initial_weights(job: Job) -> str:
     if path is None:
         return "none asked for"
     check_initial_weights(job.config)
-    is_checkpoint = (Path(path) / ".metadata").is_file() or steps_in(Path(path))
-    if not job.config.checkpoint.initial_load_in_hf and not is_checkpoint:
-        raise ConfigError(mistake(job.config, "checkpoint.initial_load_path", "no checkpoint there"))
     if job.config.checkpoint.initial_load_in_hf:
         from components.state.weights import left_out
 

@@ -229,10 +229,25 @@ def check_devices(config: JobConfig, settings: Settings, environment: Mapping[st
     check_device(config, (9, 0) if gpus() else None)
 
 
-def check_initial_weights(config: JobConfig) -> None:
-    """Raises ConfigError, with every misfit, if a folder of initial weights does not fit the model.
+def _check_initial_checkpoint(config: JobConfig) -> None:
+    """Raises ConfigError if a start needs a checkpoint of checkpoint.initial_load_path, and none is there."""
+    from components.state.folder import steps_in
 
-    The folder is Hugging Face's (checkpoint.initial_load_in_hf) or PEFT's (lora.initial_load_path). The key
+    checkpoint = config.checkpoint
+    path, own = Path(checkpoint.initial_load_path or ""), Path(config.job.dump_folder) / checkpoint.folder
+    if not checkpoint.initial_load_path or (path / ".metadata").is_file() or steps_in(path):
+        return
+    goes_on = checkpoint.enable and not config.model.lora.rank  # the base of adapters is needed each time
+    if goes_on and (checkpoint.remote or steps_in(own)):
+        return
+    near = f"; did you mean {path / checkpoint.folder}?" if steps_in(path / checkpoint.folder) else ""
+    raise ConfigError(mistake(config, "checkpoint.initial_load_path", f"no checkpoint there{near}"))
+
+
+def check_initial_weights(config: JobConfig) -> None:
+    """Raises ConfigError, with every misfit, if initial weights do not fit the model, or are not there.
+
+    A folder is Hugging Face's (checkpoint.initial_load_in_hf) or PEFT's (lora.initial_load_path). The key
     initial_load_in_hf_quantized has to say whether a Hugging Face folder has FP8 or MXFP4 weights.
     """
     if config.model.lora.initial_load_path:
@@ -244,6 +259,7 @@ def check_initial_weights(config: JobConfig) -> None:
     asked = "model.sizes.vocab_size" in config.origins
     grown = asked and not config.model.lora.rank  # adapters would never train the new rows
     if not (checkpoint.initial_load_in_hf and checkpoint.initial_load_path):
+        _check_initial_checkpoint(config)
         return
     from components.state.weights import Folder, check_weights, new_layers, rows_of
     from models import meta_model

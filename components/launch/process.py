@@ -72,9 +72,13 @@ def set_variables(threads: int) -> None:
 def shorten_temporary_folder() -> None:
     """Replaces a long TMPDIR by a short link to it, because the paths of multiprocessing's sockets must be short.
 
-    Each user has one link for each long TMPDIR, and no link is removed. Raises ConfigError if the link cannot be made.
+    Each user has one link for each long TMPDIR, and no link is removed. Raises ConfigError if the link cannot be made,
+    or if no file can be.
     """
-    folder = tempfile.gettempdir()
+    try:
+        folder = tempfile.gettempdir()
+    except FileNotFoundError as error:
+        raise ConfigError(f"environment: TMPDIR: {error.strerror or error}: is the disk full?") from None
     if len(os.fsencode(folder)) <= _LONGEST_TMPDIR:
         return
     name = hashlib.blake2b(os.fsencode(folder), digest_size=6).hexdigest()

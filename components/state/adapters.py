@@ -231,7 +231,7 @@ def starting_state(checkpointer: Checkpointer, config: JobConfig, mesh: Mesh) ->
     """
     if checkpointer.adapted:
         read_base(checkpointer, mesh["pp"].get_group())
-    state = checkpointer.load() if checkpointer.config.enable else None
+    state = checkpointer.load(config.training.steps) if checkpointer.config.enable else None
     if state is None and not checkpointer.adapted:
         return checkpointer.load_initial()
     if state is None and (adapters := config.model.lora.initial_load_path):

@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
@@ -165,14 +166,15 @@ class Checkpointer:
         if self._all_done(self._pending.done()):
             self.wait()
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, steps: int = sys.maxsize) -> dict[str, Any] | None:
         """Resume from the checkpoint that choose finds, and return its state; None if the run starts from elsewhere.
 
+        steps: those of the run. If none is left, the weights alone are loaded of a checkpoint that has no more.
         Raises ConfigError as choose does, or if the tensors do not fit the model.
         """
         read_together(lambda: self._tidy() if self.leads else None)
         copies = self._offered()
-        choice = choose(self.folder, self.config, copies, self._bring, self.apart)
+        choice = choose(self.folder, self.config, steps, copies, self._bring, self.apart)
         if copies and choice.base and choice.base.order != (newest := max(copy.order for copy in copies)):
             choice.said.append(
                 f"step-{choice.base.step} is taken: the newest in {self.config.remote} is step-{newest[1]}"
@@ -272,7 +274,8 @@ class Checkpointer:
         if self.base and (scale := state.get("adapter_scale", self.adapter_scale)) != self.adapter_scale:
             reason = f"its adapters count {scale:g} times, and {self.adapter_scale:g} times in this run"
             raise ConfigError(f"{saved.folder} is refused: {reason}: look at lora.alpha and lora.use_rslora")
-        with_optimizer = not (model_only or "optimizer" in self.excluded) and state.get("has_moments", True)
+        weights_only = model_only or state.get("model_only") or "optimizer" in self.excluded
+        with_optimizer = not weights_only and state.get("has_moments", True)
         if with_optimizer:
             _allocate_state(self.optimizer)
         if not model_only:

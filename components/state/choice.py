@@ -36,11 +36,11 @@ Bring = Callable[[Copy], Fault | None]
 
 
 def choose(
-    folder: Path, config: Checkpoint, copies: Sequence[Copy] = (), bring: Bring | None = None, apart: bool = False
+    folder: Path, config: Checkpoint, steps: int, copies: Sequence[Copy], bring: Bring | None, apart: bool
 ) -> Choice:
     """Choose the newest checkpoint that verifies. Called by all ranks. A newer copy in a store is brought first.
 
-    apart: each node has only its ranks' files, so a checkpoint is whole only as a copy.
+    steps: see unusable. apart: each node has only its ranks' files, so a checkpoint is whole only as a copy.
 
     If load_step is set, and did not begin that checkpoint's branch, choose the checkpoint of load_step instead. Raises
     ConfigError if a checkpoint cannot be read, or if load_step's is missing. Raises ConfigError, too, if there are
@@ -53,8 +53,8 @@ def choose(
     choice = Choice(excluded=frozenset(config.exclude_from_loading), branch=asked)
 
     def look(saved: Saved) -> Fault | None:
-        reason = unusable(saved) or bring(saved) if bring and isinstance(saved, Copy) else None
-        return reason or fault(saved.folder) or unusable(saved)
+        reason = unusable(saved, steps) or bring(saved) if bring and isinstance(saved, Copy) else None
+        return reason or fault(saved.folder) or unusable(saved, steps)
 
     def continued(base: Saved) -> Choice:
         choice.damaged = [saved for saved in choice.damaged if saved.folder != base.folder]  # its copy was brought

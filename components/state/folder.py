@@ -8,6 +8,7 @@ import json
 import os
 import re
 import stat
+import sys
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -281,11 +282,15 @@ def surplus(whole: list[Saved], just_saved: Saved, keep: int) -> list[Saved]:
     return [saved for saved in others if saved.step not in kept]
 
 
-def unusable(saved: Saved) -> Fault | None:
-    """Why a verified checkpoint cannot continue a run, or None. Raises ConfigError if another version wrote it."""
+def unusable(saved: Saved, steps: int = sys.maxsize) -> Fault | None:
+    """Why a verified checkpoint cannot continue a run, or None. Raises ConfigError if another version wrote it.
+
+    steps: those of the run. Weights alone do for a run of which no step is left.
+    """
     check_state(saved)
     assert saved.state is not None
-    return Fault("it holds only weights", damaged=False) if saved.state["model_only"] else None
+    misses = saved.state["model_only"] and saved.step < steps
+    return Fault("it holds only weights", damaged=False) if misses else None
 
 
 def check_state(saved: Saved) -> None:
