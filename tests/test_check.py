@@ -43,7 +43,7 @@ def test_the_command_lists_all_checks_and_leaves_nothing(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert all(line.startswith("✓ ") for line in lines)
-    assert len(lines) == 14
+    assert len(lines) == 15
     assert re.search(r"rank 0 holds 0\.\d\d GiB at the highest point, of ", done.stdout)
     assert list(tmp_path.iterdir()) == []
 

@@ -242,6 +242,7 @@ def test_overrides(tmp_path: Path) -> None:
     [
         ("training.steps 3", "expected --table.key value"),
         ("--steps 3", "expected --table.key value"),
+        ("recipes/llama8b.toml", "did you mean --job.config_file recipes/llama8b.toml?"),
         ("--training.steps", "a value is missing"),
         ("--training.steps --checkpoint.enable", "a value is missing"),
         ("--training.steps ten", "expected an integer"),
@@ -254,6 +255,12 @@ def test_wrong_overrides(words: str, reason: str) -> None:
     (message,) = refused(*words.split())
     assert message.startswith("command line: ")
     assert reason in message
+
+
+def test_a_job_file_that_is_not_there_is_told_with_the_nearest() -> None:
+    path = ROOT / "recipes"
+    (message,) = refused("--job.config_file", str(path / "llama70.toml"))
+    assert message.endswith(f"No such file or directory; did you mean {path / 'llama70b.toml'}?")
 
 
 def test_every_key_says_what_it_takes() -> None:

@@ -110,8 +110,10 @@ def test_a_trained_file_has_every_byte_and_the_size_that_was_asked_for(trained: 
 def test_training_is_a_command(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a rose is a rose is a rose")
     words = ["train", "--input", str(tmp_path), "--vocab-size", "520", "--output", str(tmp_path / "out.tiktoken")]
-    command = [sys.executable, "-m", "components.data.tokenizer", *words]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, "-m", "components.data", "tokenizer", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    printed = done.stdout
+    assert "Warning" not in done.stderr
     assert printed.endswith(f"{tmp_path / 'out.tiktoken'}: {load_tokenizer(str(tmp_path)).vocab_size} tokens\n")
 
 

@@ -99,11 +99,16 @@ def folders(job: Job) -> str:
 
 
 def tracking(job: Job) -> str:
-    """Trackers are installed, and take their settings; prompts and tasks can be used."""
+    """Trackers are installed, and take their settings."""
     check_trackers(job.config)
+    return ", ".join(["metrics.jsonl", *(kind.title for kind in enabled(job.config).values())])
+
+
+def prompts_and_tasks(job: Job) -> str:
+    """Prompts of [samples] and tasks of [evaluation] can be used."""
     check_prompts(job.config)
     check_evaluation(job.config)
-    return ", ".join(["metrics.jsonl", *(kind.title for kind in enabled(job.config).values())])
+    return f"{len(job.config.samples.prompts)} prompts, {len(job.config.evaluation.tasks)} tasks"
 
 
 def tokenizer(job: Job) -> str:
@@ -338,6 +343,7 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "folders": folders,
     "tracking": tracking,
     "tokenizer": tokenizer,
+    "prompts, tasks": prompts_and_tasks,
     "data": data,
     "teacher": teacher,
     "initial weights": initial_weights,
@@ -349,7 +355,11 @@ CHECKS: dict[str, Callable[[Job], str]] = {
     "clock": clock,
 }
 """The checks after the check of the configuration, in their order. Each returns its finding, or raises ConfigError."""
-NEEDS = dict.fromkeys(("tokenizer", "data", "initial weights", "disk", "memory"), "layout") | {"teacher": "data"}
+NEEDS = {
+    **dict.fromkeys(("tokenizer", "data", "initial weights", "disk", "memory"), "layout"),
+    "prompts, tasks": "tokenizer",
+    "teacher": "data",
+}
 """Check -> the check that it needs."""
 
 

@@ -144,7 +144,10 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         "--ray", nargs="?", const=0, type=int, metavar="GPUS", help="tasks of Ray, each with this number of GPUs"
     )
     cut = argv.index("--") if "--" in argv else len(argv)
-    return parser.parse_args(argv[:cut]), argv[cut + 1 :]
+    options, unknown = parser.parse_known_args(argv[:cut])
+    if unknown:
+        parser.error(f"{unknown[0]}: settings of all runs follow a lone --, and a grid is KEY=A,B in one word")
+    return options, argv[cut + 1 :]
 
 
 def parse_grid(words: Iterable[str]) -> dict[str, list[str]]:

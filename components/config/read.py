@@ -8,6 +8,7 @@ import stat
 import typing
 from collections import Counter
 from collections.abc import Iterator
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def read_file(path: Path) -> Iterator[Given]:
         text = read_regular(path, _MOST_BYTES).decode("utf-8").removeprefix("\ufeff")  # as Windows editors save
         settings = list(_flatten(tomli.loads(text)))
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the job file: {error.strerror}") from None
+        near = get_close_matches(path.name, [file.name for file in path.parent.glob("*.toml")], 1)
+        meant = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: cannot read the job file: {error.strerror}{meant}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 at byte {error.start}") from None
     except tomli.TOMLDecodeError as error:
@@ -117,7 +120,8 @@ def read_overrides(argv: list[str]) -> Iterator[Given]:
         word = words.pop(0)
         option, equals, raw = word.partition("=")
         if not option.startswith("--") or "." not in option:
-            raise ConfigError(f"command line: {show_key(word)}: expected --table.key value")
+            near = f"; did you mean --job.config_file {word}?" if Path(word).suffix == ".toml" else ""
+            raise ConfigError(f"command line: {show_key(word)}: expected --table.key value{near}")
         key = option[2:].replace("-", "_")
         if not equals:
             alone = not words or re.match(r"--[a-z]", words[0])

@@ -18,6 +18,7 @@ from components.data.show import show
 from components.data.sources import Unread
 from components.data.stream import check_stream, is_stream
 from components.data.tokenizer import check_tokenizer, with_rows
+from components.data.tokenizer import main as tokenizer
 from components.launch.exit_codes import ExitCode
 
 
@@ -97,6 +98,7 @@ def main(argv: list[str]) -> None:
     fetching.add_argument("--only", nargs="+", default=[], help="tokenizer, weights, all, or globs of file names")
     fetching.add_argument("--revision", help="branch, tag or commit; main if left out")
     fetching.add_argument("--into", type=path_argument, help="folder; assets/NAME if left out")
+    commands.add_parser("tokenizer", help="train one on text files, or try one", add_help=False)
     given, rest = parser.parse_known_args(argv)
     if given.command == "prepare":
         prepare_all(load_config(rest))
@@ -105,6 +107,8 @@ def main(argv: list[str]) -> None:
 
         config = load_config(["--job.config_file", given.recipe, *rest])
         run_to_exit(lambda job: _teach(job, given.teacher, given.top), config)
+    elif given.command == "tokenizer":
+        tokenizer(rest)
     elif given.command == "show":
         show(localize(load_config(rest)), given.row, given.json, given.html, given.stats)
     elif rest:

@@ -1,6 +1,6 @@
 """Tokenizers from local files: tiktoken rank files (Llama 3's tokenizer.model) and Hugging Face's tokenizer.json.
 
-python -m components.data.tokenizer train --input assets/kjv --vocab-size 4096 --output assets/tokenizer/tokenizer.model
+python -m components.data tokenizer train --input assets/kjv --vocab-size 4096 --output assets/tokenizer/tokenizer.model
 """
 
 import argparse
@@ -272,7 +272,7 @@ def try_tokenizer(path: str, separator: str = AUTO) -> int:
     Raises ConfigError.
     """
     file = find_tokenizer(path)
-    command = [sys.executable, "-P", "-m", "components.data.tokenizer", "try", "--input", str(file.absolute())]
+    command = [sys.executable, "-P", "-m", "components.data", "tokenizer", "try", "--input", str(file.absolute())]
     environment = {**os.environ, "PYTHONPATH": python_path()}
     command.append(f"--separator={separator}")
     done = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment)
@@ -444,7 +444,7 @@ def _bytes_of_characters() -> dict[str, int]:
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m components.data.tokenizer")
+    parser = argparse.ArgumentParser(prog="python -m components.data tokenizer")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("train", help="train a byte-level BPE on text files")
     command.add_argument("--input", type=path_argument, required=True, help="a text file, or a folder of .txt files")
@@ -463,11 +463,3 @@ def main(argv: list[str]) -> None:
             print(f"warning: {left}", file=sys.stderr)
     train_bpe(files, arguments.vocab_size, arguments.output)
     return print(f"{arguments.output}: {load_tokenizer(str(arguments.output)).vocab_size} tokens")
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        sys.exit(ExitCode.CONFIG)

@@ -14,7 +14,7 @@ from components.data.tokenizer import fitting_tokenizer
 from components.launch.ending import run_to_exit
 from components.launch.exit_codes import ExitCode
 from components.state.adapters import export_run, merge, open_run, try_card, what
-from components.state.folder import chosen_model, separator_of
+from components.state.folder import chosen_model, find_checkpoint, separator_of
 from components.state.merging import METHODS, merge_folders
 from components.state.push import push
 from components.state.show import diff, ls, open_checkpoint, verify
@@ -112,6 +112,7 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _average(options: argparse.Namespace) -> int:
+    find_checkpoint(options.run, None)
     if len({*options.steps}) < max(2, len(options.steps)):
         raise ConfigError(f"--steps {','.join(map(str, options.steps))}: give two or more different steps")
     found = [open_run(options.run, step) for step in options.steps]

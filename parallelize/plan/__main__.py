@@ -49,8 +49,9 @@ def main(argv: list[str]) -> int:
     if options.why_not and others:
         parser.error(f"--why-not prints a text of its own; leave out --{others[0]}")
     try:
-        if options.devices < 1 or options.count < 1:
-            raise ConfigError("--devices and --count: use a number of 1 or more")
+        for name in ("devices", "count"):
+            if (given := getattr(options, name)) < 1:
+                raise ConfigError(f"--{name} {given}: use a number of 1 or more")
         return _answer(options)
     except ConfigError as error:
         print(error, file=sys.stderr)
@@ -109,7 +110,8 @@ def _obvious(plans: list[Plan], planner: Planner, options: argparse.Namespace) -
         room = "" if plan.fits else f", and {plan.gib['total'] + plan.device.reserved_gib:.0f} GiB do not fit"
         print(f"{Layout(plain)}, {_methods(plan)}: {_beside(plan, plans[0])}{room}")
     if not found and not nearest:
-        few = f"{planner.ranks} ranks for {batch} sequences" if batch < planner.ranks else refusal(other.job, plain)
+        few = f"refused: {planner.ranks} ranks need a sequence each, and training.global_batch_size = {batch}"
+        few = few if batch < planner.ranks else refusal(other.job, plain)
         print(f"{Layout(plain)}: {few or 'refused'}")
     return 0
 

@@ -31,7 +31,7 @@ from parallelize.wrapping import wrapping_of
 
 GIB = 2**30
 LINES = {
-    "weights": "this rank's shards of its stages, in training.dtype (arXiv:1910.02054), and their float32 average",
+    "weights": "shards of its stages, in training.dtype (arXiv:1910.02054); averages.ema_decay adds 4 bytes each",
     "gradients": "shards in training.dtype, as the update reads them",
     "optimizer": "moments of the shards, in optimizer.state_dtype",
     "activations": "kept from forward to backward, of the micro-batches that the schedule keeps (arXiv:2205.05198)",
