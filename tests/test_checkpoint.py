@@ -15,6 +15,7 @@ from components.config import Checkpoint, Training, load_config
 from components.optim.optimizer import build_optimizer
 from components.state.checkpoint import Checkpointer
 from components.state.init import give_memory, initialize_weights
+from components.state.tensors import SavedWeights
 from models import meta_model
 from parallelize import parallelize_model
 from parallelize.mesh import Mesh, resolve_degrees
@@ -255,6 +256,17 @@ def test_a_checkpoint_of_weights_alone_is_not_resumed_from_but_can_be_started_fr
     assert "it holds only weights" in run(_weights_only, tmp_path / "new run", both, True)[0].error
     assert value_of(_resume_from, tmp_path, {"initial_load_model_only": False}) == 5
     assert [value_of(_last_weights, tmp_path, steps) for steps in (9, 10, 11)] == [(10, True)] * 2 + [(5, False)]
+
+
+def _read_removed(folder: Path) -> None:
+    there = SavedWeights([folder / "step-5"])
+    shutil.rmtree(folder / "step-5")
+    dict(there)
+
+
+def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_told(tmp_path: Path) -> None:
+    outcome = run(_read_removed, saved(tmp_path, 5))[0]
+    assert f"ConfigError: {tmp_path}/step-5: removed while it was read" in outcome.error
 
 
 def _last_weights(folder: Path, steps: int) -> tuple[int, bool]:

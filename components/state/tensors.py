@@ -111,8 +111,14 @@ class SavedWeights(Mapping[str, Tensor]):
         if key not in there:
             raise ConfigError(f"{reader.path}: {name} is missing")
         tensors = {key: torch.empty(there[key].size)}  # type: ignore[union-attr]
-        with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
-            dcp.load(tensors, storage_reader=reader, no_dist=True)
+        try:
+            with warnings.catch_warnings(action="ignore"):  # torch warns that only one process loads
+                dcp.load(tensors, storage_reader=reader, no_dist=True)
+        except (OSError, dcp.CheckpointException):
+            if Path(reader.path).exists():
+                raise
+            reason = "removed while it was read, by a run with checkpoint.keep_latest_k: start again"
+            raise ConfigError(f"{reader.path}: {reason}") from None
         return tensors[key]
 
     def __iter__(self) -> Iterator[str]:
