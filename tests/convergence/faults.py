@@ -69,7 +69,7 @@ FAULTS = (
     Fault("data repeated after a resume", "resume 10", "train", "resume",
           'run.sequences = state["sequences"]', "run.sequences = 0"),
     Fault("Adam's moments lost in a resume", "resume 10", "components.state.checkpoint", "Checkpointer.load_folder",
-          "with_optimizer = not (", "with_optimizer = False and not ("),
+          "with_optimizer = not weights_only", "with_optimizer = False and not weights_only"),
     Fault("the last label of each shard dropped", "cp 2", "train", "own_part",
           "own = shard_sequence(", "on_device['labels'][:, 15::16] = -100\n    own = shard_sequence("),
     Fault("gradient norm of one pipeline stage", "pp 2", "components.optim.optimizer", "clip_gradients",
