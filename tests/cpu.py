@@ -107,7 +107,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         config.workeroutput["spent"] = spent
         return
     if config.option.write_costs:
-        costs = read_costs() | {name: round(seconds, 1) for name, seconds in spent.items() if "::" in name}
+        chosen = config.option.markexpr or config.option.keyword or config.option.file_or_dir
+        before = read_costs() if chosen else {}
+        costs = before | {name: round(seconds, 1) for name, seconds in spent.items() if "::" in name}
         tests = {name: seconds for name, seconds in sorted(costs.items()) if seconds >= 1}
         COSTS.write_text(json.dumps(tests, indent=0, ensure_ascii=False) + "\n", encoding="utf-8")
 

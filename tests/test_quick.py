@@ -97,11 +97,12 @@ def test_the_quick_command_names_a_new_test_that_is_slow(name: str, seconds: flo
 def test_costs_of_tests_that_did_not_run_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "COSTS", tmp_path / "costs.json")
     spent = {"start and collection": 99.0, "tests/test_mesh.py::a": 0.0, "tests/test_mesh.py::b": 2.22}
-    config = types.SimpleNamespace(option=types.SimpleNamespace(write_costs=True), stash={cpu._SPENT: spent})
-    session: Any = types.SimpleNamespace(config=config)
-    cpu.pytest_sessionfinish(session)
-    found = json.loads(cpu.COSTS.read_text(encoding="utf-8"))
-    assert found == {"tests/test_loss.py::a": 1.0, "tests/test_loss.py::b": 99.0, "tests/test_mesh.py::b": 2.2}
+    for chosen, left in (["tests"], {"tests/test_loss.py::a": 1.0, "tests/test_loss.py::b": 99.0}), ([], {}):
+        option = types.SimpleNamespace(write_costs=True, markexpr="", keyword="", file_or_dir=chosen)
+        config = types.SimpleNamespace(option=option, stash={cpu._SPENT: spent})
+        session: Any = types.SimpleNamespace(config=config)
+        cpu.pytest_sessionfinish(session)
+        assert json.loads(cpu.COSTS.read_text(encoding="utf-8")) == left | {"tests/test_mesh.py::b": 2.2}
 
 
 def test_the_time_of_what_a_command_leaves_running_counts() -> None:
