@@ -270,7 +270,7 @@ def test_a_checkpoint_that_a_run_removes_while_it_is_read_is_told(tmp_path: Path
 
 
 def _last_weights(folder: Path, steps: int) -> tuple[int, bool]:
-    """The step that a run of so many steps goes on from, and whether its optimizer is new."""
+    """Loads a checkpoint for a run of this many steps; returns its step, and whether the optimizer is new."""
     loader = checkpointer(folder, 99)
     state = loader.load(steps)
     assert state
