@@ -203,7 +203,7 @@ class _Counting(torch.optim.SGD):
 
 
 def _counting(steps: int) -> Checkpointer:
-    """Of a model whose first weight is frozen."""
+    """A checkpointer of a model whose first weight is frozen, after this many steps."""
     model = small(0)[0]
     first, *trained = model.parameters()
     first.requires_grad_(False)

@@ -447,9 +447,9 @@ def test_another_forward_pass_of_the_same_weights_is_another_reference() -> None
 
     scaled = ("--model.rope_scaling.rope_type", "linear", "--model.rope_scaling.factor", "2")
     assert key() == key("--optimizer.lr", "1e-2", "--parallelism.tensor_parallel_degree", "2")
-    assert (
-        len({key(), key(*scaled), key("--model.sizes.rope_theta", "77.0"), key("--model.sizes.norm_eps", "0.5")}) == 4
-    )
+    others = [scaled, ("--model.sizes.rope_theta", "77.0"), ("--model.sizes.norm_eps", "0.5")]
+    others.append(("--training.float32_matmul_precision", "high"))
+    assert len({key(), *(key(*each) for each in others)}) == 5
 
 
 def test_a_reference_that_was_killed_goes_on(tmp_path: Path) -> None:
