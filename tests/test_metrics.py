@@ -3,6 +3,7 @@
 import base64
 import json
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,12 @@ def test_bad_bytes_and_torn_lines_do_not_block_a_resume(tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path)
     metrics.resume(1, 10)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+def test_a_panel_without_lines_is_drawn_without_a_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings(action="error"):
+        draw([Panel("loss", "nats", {}, named=True)], tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").exists()
 
 
 def test_rows_of_what_is_looked_at_again_are_dropped(tmp_path: Path) -> None:
